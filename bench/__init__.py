@@ -1,0 +1,2 @@
+"""Benchmarks of numbaflash, run from the repository root: ``python -m bench.forward``, ``bench.latency``, ``bench.cpu``,
+``bench.simt``, and ``bench.table`` for results already on disk."""
