@@ -1,0 +1,249 @@
+"""Arrays in files: q, k and v from ``.npz``, three ``.npy`` or ``.safetensors``, results back into one.
+
+NumPy's own formats have no bfloat16: NumPy writes such an array as 2-byte "void" items. They are read back here as
+bfloat16, since no other 2-byte element type is written that way. Pickled objects are never loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import tempfile
+import zipfile
+import zlib
+from contextlib import suppress
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from .problem import DTYPES
+
+OPERANDS = ("q", "k", "v")
+_SAFETENSORS_NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
+_MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format itself
+
+
+class FileError(ValueError):
+    """A file that cannot be read or written as asked; the message names it."""
+
+
+def load(paths) -> dict[str, np.ndarray]:
+    """Read q, k and v.
+
+    Parameters
+    ----------
+    paths : sequence of path
+        One ``.npz`` or ``.safetensors`` that holds ``q``, ``k`` and ``v``, or three ``.npy`` files in that order.
+
+    Returns
+    -------
+    dict of str to ndarray
+        "q", "k" and "v": native byte order, dtype float16, bfloat16 (needs ``ml_dtypes``), float32 or float64.
+
+    Raises
+    ------
+    FileError
+        When a file is missing, damaged, of another kind, lacks an array or holds another dtype.
+    """
+    paths = [Path(p) for p in paths]
+    suffixes = {p.suffix.lower() for p in paths}
+    if len(paths) == 3 and suffixes == {".npy"}:
+        return {name: _checked(_read_npy(path), name, path) for name, path in zip(OPERANDS, paths, strict=True)}
+    if len(paths) == 1 and suffixes == {".npz"}:
+        arrays = _read_npz(paths[0])
+    elif len(paths) == 1 and suffixes == {".safetensors"}:
+        arrays = read_safetensors(paths[0])
+    else:
+        names = ", ".join(str(p) for p in paths)
+        raise FileError(f"input must be one .npz or .safetensors file with q, k and v, or three .npy files (q, k, v in that order); got {names}")
+    return {name: _checked(arrays[name], name, paths[0]) for name in OPERANDS}
+
+
+def check_output(path, *, inputs=(), want_lse: bool) -> Path:
+    """Check before the computation that its result can be written to `path`.
+
+    Raises
+    ------
+    FileError
+        For an unknown suffix, a ``.npy`` that shall hold two arrays, an input, a folder, or a place that cannot be written.
+    """
+    path = Path(path)
+    suffix = path.suffix.lower()
+    if suffix not in (".npz", ".npy", ".safetensors"):
+        raise FileError(f"--out must end in .npz, .npy or .safetensors; got {path}")
+    if suffix == ".npy" and want_lse:
+        raise FileError(f"--out {path}: a .npy file holds one array; write out and lse to a .npz or .safetensors file")
+    if path.is_dir():
+        raise FileError(f"--out {path} is a folder; name a file")
+    folder = path.parent
+    if not folder.is_dir():
+        raise FileError(f"--out {path}: there is no folder {folder}")
+    if not os.access(folder, os.W_OK):
+        raise FileError(f"--out {path}: the folder {folder} is not writable")
+    for source in inputs:
+        if path.exists() and Path(source).exists() and path.samefile(source):
+            raise FileError(f"--out {path} would overwrite an input; name another file")
+    return path
+
+
+def save(path, arrays: dict[str, np.ndarray]) -> None:
+    """Write arrays to ``.npz``, ``.npy`` (one array) or ``.safetensors``.
+
+    The file appears complete or not at all: it is written beside its place and moved there.
+
+    Raises
+    ------
+    FileError
+        When it cannot be written.
+    """
+    path = Path(path)
+    write = {".npz": _write_npz, ".npy": _write_npy, ".safetensors": _write_safetensors}[path.suffix.lower()]
+    temporary = None
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".part", delete=False) as file:
+            temporary = file.name
+            write(file, arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise FileError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        if temporary is not None:
+            with suppress(FileNotFoundError):
+                os.unlink(temporary)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def bfloat16() -> np.dtype:
+    """NumPy's bfloat16 dtype, which the package ml_dtypes adds."""
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise FileError("bfloat16 in NumPy needs the package ml_dtypes: pip install ml_dtypes") from None
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def dtype_of(name: str) -> np.dtype:
+    """NumPy dtype of a dtype name of the contract."""
+    return bfloat16() if name == "bfloat16" else np.dtype(name)
+
+
+def _checked(array: np.ndarray, name: str, path: Path) -> np.ndarray:
+    if array.dtype.kind == "V" and array.dtype.itemsize == 2 and array.dtype.names is None:
+        array = array.view(bfloat16())
+    if array.dtype.name not in DTYPES:
+        raise FileError(f"{path}: {name} must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}; got dtype {array.dtype}")
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    return array
+
+
+def _opened(path: Path):
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise FileError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _read_npy(path: Path, file=None, member: str = "") -> np.ndarray:
+    where = f"{path}: array {member}" if member else str(path)
+    with file or _opened(path) as handle:
+        try:
+            return np.lib.format.read_array(handle, allow_pickle=False)
+        except (ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error, MemoryError, NotImplementedError) as error:
+            if "allow_pickle" in str(error):
+                raise FileError(f"{where} holds pickled Python objects, which are never loaded; save it as a float array") from None
+            raise FileError(f"{where} is damaged or not a NumPy array: {error}") from error
+
+
+def _read_npz(path: Path) -> dict[str, np.ndarray]:
+    with _opened(path) as file:
+        try:
+            archive = zipfile.ZipFile(file)
+        except (zipfile.BadZipFile, OSError, ValueError) as error:
+            raise FileError(f"{path} is damaged or not a .npz archive: {error}") from error
+        with archive:
+            names = [name.removesuffix(".npy") for name in archive.namelist()]
+            _check_members(path, names)
+            return {name: _read_npy(path, _member(path, archive, name), name) for name in OPERANDS}
+
+
+def _member(path: Path, archive: zipfile.ZipFile, name: str):
+    try:
+        return archive.open(f"{name}.npy")
+    except (zipfile.BadZipFile, KeyError, OSError, RuntimeError, NotImplementedError) as error:  # RuntimeError: encrypted
+        raise FileError(f"{path}: array {name} is damaged or not a NumPy array: {error}") from error
+
+
+def _check_members(path: Path, names) -> None:
+    missing = [name for name in OPERANDS if name not in names]
+    if missing:
+        found = ", ".join(sorted(names)) or "nothing"
+        raise FileError(f"{path} must hold arrays named q, k and v; {', '.join(missing)} missing, found {found}")
+
+
+def read_safetensors(path) -> dict[str, np.ndarray]:
+    """Read q, k and v of a ``.safetensors`` file (an 8-byte header length, a JSON header, the raw bytes)."""
+    path = Path(path)
+    with _opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        head = file.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
+        if not 2 <= length <= min(_MAX_HEADER, size - 8):
+            raise FileError(f"{path} is damaged or not a .safetensors file: no valid header length")
+        try:
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+        except (ValueError, AttributeError) as error:
+            raise FileError(f"{path} is damaged or not a .safetensors file: its header is not a JSON object ({error})") from error
+        _check_members(path, header)
+        return {name: _safetensor(path, file, name, header[name], 8 + length, size) for name in OPERANDS}
+
+
+def _safetensor(path: Path, file, name: str, entry, start: int, size: int) -> np.ndarray:
+    try:
+        code, shape, (begin, end) = entry["dtype"], [int(n) for n in entry["shape"]], entry["data_offsets"]
+        begin, end = int(begin), int(end)
+    except (TypeError, KeyError, ValueError) as error:
+        raise FileError(f"{path}: the header entry of {name} is damaged ({error!r})") from error
+    if code not in _SAFETENSORS_NAMES:
+        raise FileError(f"{path}: {name} must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}; got dtype {code}")
+    dtype = dtype_of(_SAFETENSORS_NAMES[code]).newbyteorder("<")
+    if min(shape, default=0) < 0 or not 0 <= begin <= end <= size - start or end - begin != prod(shape) * dtype.itemsize:
+        raise FileError(f"{path}: the data of {name} (shape {tuple(shape)}, bytes {begin} to {end}) does not fit the file; it is damaged or cut short")
+    file.seek(start + begin)
+    array = np.empty(shape, dtype)
+    if file.readinto(array.reshape(-1).view(np.uint8)) != array.nbytes:
+        raise FileError(f"{path}: the file ended while {name} was read")
+    return array
+
+
+def _write_npz(file, arrays) -> None:
+    np.savez(file, **arrays)
+
+
+def _write_npy(file, arrays) -> None:
+    (array,) = arrays.values()
+    np.save(file, array, allow_pickle=False)
+
+
+def _write_safetensors(file, arrays) -> None:
+    codes = {name: code for code, name in _SAFETENSORS_NAMES.items()}
+    header, offset = {}, 0
+    for name, array in arrays.items():
+        header[name] = {"dtype": codes[array.dtype.name], "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
+        offset += array.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(struct.pack("<Q", len(text)) + text)
+    for array in arrays.values():
+        file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
