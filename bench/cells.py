@@ -99,3 +99,11 @@ def to_json(cells) -> list[dict]:
 
 def from_json(items) -> list[Cell]:
     return [Cell(**item) for item in items]
+
+
+def inputs(cell: Cell, generator=None):
+    """Random q, k, v of a cell as torch tensors on the current CUDA device."""
+    import torch
+
+    shapes = [(cell.batch, cell.seqlen, heads, cell.head_dim) for heads in (cell.heads, cell.kv_heads, cell.kv_heads)]
+    return [torch.randn(shape, device="cuda", dtype=getattr(torch, cell.dtype), generator=generator) for shape in shapes]

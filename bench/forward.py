@@ -1,0 +1,265 @@
+"""Forward attention on a GPU beside cuDNN, FA2, FA4 and dense attention: ``python -m bench.forward``.
+
+Every library's result is compared with float64 on a sample before it is timed; one that is wrong, fails or does not fit is
+reported and left out of that cell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from pathlib import Path
+
+from . import evidence, gpu, plots, records, table, timing
+from .accuracy import WRONG, Sample
+from .cells import DTYPES, grid, heads_of, inputs
+from .peers import NAMES, find, one_line
+from .prebuild import prebuild
+from .progress import Progress, colour_wanted
+
+FULL = {"dims": "64,128,256", "seqlens": "512,1024,2048,4096,8192,16384", "dtypes": "bf16,fp16", "causal": "full,causal", "heads": "mha,gqa"}
+FULL |= {"budget": 240.0, "rounds": 7}
+QUICK = {"dims": "64,128,256", "seqlens": "1024,4096,16384", "dtypes": "bf16", "causal": "full,causal", "heads": "mha", "budget": 60.0, "rounds": 5}
+MASKS = {"full": False, "causal": True}
+RESERVE_S = 15.0  # of the budget, for the evidence, the plots and the table
+
+
+def parse(arguments=None) -> argparse.Namespace:
+    """The command line, with ``cells`` and ``libraries`` worked out."""
+    parser = argparse.ArgumentParser(prog="python -m bench.forward", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--dims", help="head dims (64,128,256)")
+    parser.add_argument("--seqlens", help="sequence lengths (512 to 16384)")
+    parser.add_argument("--dtypes", help=f"of {', '.join(DTYPES)} (bf16,fp16)")
+    parser.add_argument("--causal", help="of full, causal (both)")
+    parser.add_argument("--heads", help='of mha (heads * D = 2048), gqa (32/8), or "H/Hk" (mha,gqa)')
+    parser.add_argument("--tokens", type=int, default=16384, help="batch * seqlen (%(default)s)")
+    parser.add_argument("--libraries", default=",".join(NAMES), help="(%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="bf16, equal heads, three lengths, 5 rounds, in a minute; other options override")
+    parser.add_argument("--budget", type=float, help="seconds for the whole run, compilation included (240); no cell is dropped when it is over")
+    parser.add_argument("--rounds", type=int, help="measurements of each library in a cell (7)")
+    parser.add_argument("--seed", type=int, default=0, help="of the random inputs (%(default)s)")
+    parser.add_argument("--out", type=Path, help=f"folder of the results ({records.RESULTS.relative_to(Path(__file__).parents[1])})")
+    parser.add_argument("--commit", help="commit to write in the records where this is no git checkout")
+    options = parser.parse_args(arguments)
+    for name, value in (QUICK if options.quick else FULL).items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    try:
+        dims, seqlens = _integers("dims", options.dims, 256), _integers("seqlens", options.seqlens, options.tokens)
+        dtypes = [DTYPES[name] for name in _choices("dtypes", options.dtypes, DTYPES)]
+        masks = [MASKS[name] for name in _choices("causal", options.causal, MASKS)]
+        kinds = _words("heads", options.heads)
+        for kind in kinds:
+            heads_of(kind, 64)
+        options.libraries = _choices("libraries", options.libraries, NAMES)
+        for name in ("budget", "rounds"):
+            if not getattr(options, name) > 0:
+                raise ValueError(f"--{name} must be above 0; got {getattr(options, name)}")
+    except ValueError as error:
+        parser.error(str(error))
+    options.cells = grid(dtypes=dtypes, dims=dims, seqlens=seqlens, causal=masks, heads=kinds, tokens=options.tokens)
+    return options
+
+
+def _words(name, text) -> list[str]:
+    words = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    if not words:
+        raise ValueError(f"--{name} must name at least one; got {text!r}")
+    return words
+
+
+def _choices(name, text, allowed) -> list[str]:
+    words = _words(name, text)
+    for word in words:
+        if word not in allowed:
+            raise ValueError(f"--{name} takes {', '.join(allowed)}; got {word!r}")
+    return words
+
+
+def _integers(name, text, most) -> list[int]:
+    numbers = []
+    for word in _words(name, text):
+        if not word.isdecimal() or not 1 <= int(word) <= most:
+            raise ValueError(f"--{name} takes whole numbers from 1 to {most}; got {word!r}")
+        numbers.append(int(word))
+    return numbers
+
+
+class Run:
+    """One run over a grid: measures the cells and gathers the records."""
+
+    def __init__(self, options, libraries, common):
+        import torch
+
+        self.torch = torch
+        self.options, self.libraries, self.common = options, libraries, common
+        self.clock = timing.CudaClock()
+        self.l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+        self.generator = torch.Generator(device="cuda").manual_seed(options.seed)
+        self.records = []
+        self.wrong = []
+
+    def cell(self, cell, target_ms, note) -> tuple[int, float]:
+        """Check and time every library on a cell; returns how many were timed, and the seconds that took."""
+        self.torch.cuda.empty_cache()
+        try:
+            sets = [inputs(cell, self.generator) for _ in range(timing.input_sets(cell.input_bytes, self.l2_bytes))]
+            sample = Sample(*sets[0], cell.causal)
+        except self.torch.OutOfMemoryError as error:
+            for name in self.libraries:
+                self._skip(cell, name, one_line(error), note)
+            return 0, 0.0
+        calls, facts = {}, {}
+        for name, library in self.libraries.items():
+            try:
+                reason = library.unfit(cell, self._free_bytes())
+                if reason is None:
+                    call, facts[name], reason = self._admit(library, sets, cell, sample)
+                if reason is None:
+                    calls[name] = call
+            except Exception as error:  # whatever a library raises, the others are still measured
+                reason = one_line(error)
+                self._still_alive(error)
+            if reason is not None:
+                self._skip(cell, name, reason, note)
+        del sample
+        start = time.monotonic()
+        for name, times in timing.measure(self.clock, calls, rounds=self.options.rounds, target_ms=target_ms).items():
+            numbers = times.summary()
+            if times.host_bound:
+                note(f"{cell}: {name} waits for the device in each call; its times hold host time too")
+            self._record(cell, name, {**numbers, "tflops": cell.flops / numbers["ms"] / 1e9, "input_sets": len(sets), **facts[name]})
+        return len(calls), time.monotonic() - start
+
+    def _admit(self, library, sets, cell, sample):
+        """(function that calls the library on the next input set, facts for the record, None), or (None, {}, what is wrong)."""
+        with library.scope():
+            bound = [library.bind(q, k, v, cell.causal) for q, k, v in sets]
+            error, complaint = sample.judge(bound[0]())
+            if complaint:
+                return None, {}, complaint
+            facts = {"error": error, "error_limit": sample.limit, **library.evidence(*sets[0], cell.causal)}
+        turn = itertools.cycle(bound)
+
+        def call():
+            with library.scope():
+                next(turn)()
+
+        return call, facts, None
+
+    def _skip(self, cell, name, reason, note):
+        self._record(cell, name, {"ms": None, "tflops": None, "skipped": reason})
+        if reason.startswith(WRONG):
+            self.wrong.append((name, cell))
+        note(f"{cell}: {name} left out: {reason}")
+
+    def _free_bytes(self):
+        self.torch.cuda.empty_cache()
+        return self.torch.cuda.mem_get_info()[0]
+
+    def _still_alive(self, error):
+        """A CUDA context that an error has destroyed cannot measure anything any more."""
+        try:
+            self.torch.cuda.synchronize()
+            self.torch.cuda.empty_cache()
+        except Exception:
+            raise RuntimeError(f"the CUDA context is lost after: {one_line(error)}") from error
+
+    def _record(self, cell, name, more):
+        library = self.libraries[name]
+        base = {"bench": "forward", "direction": "forward", **cell.fields(), "library": name, "version": library.version}
+        self.records.append(records.check({**base, **more, "method": timing.METHOD, **self.common}))
+
+    def add_kernel_names(self):
+        """Write into each record with a time which kernels the library launched there."""
+        timed = [r for r in self.records if r["ms"] is not None]
+        cells = {tuple(cell.fields().values()): cell for cell in self.options.cells}
+
+        def calls():
+            arrays, last = None, None
+            for record in timed:
+                cell = cells[tuple(record[name] for name in records.CELL)]
+                if cell != last:
+                    arrays, last = None, cell
+                    arrays = inputs(cell, self.generator)
+                yield from self._one_call(record["library"], arrays, cell)
+
+        for record, names in zip(timed, evidence.kernels(calls()), strict=True):
+            record["kernels"] = names
+
+    def _one_call(self, name, arrays, cell):
+        library = self.libraries[name]
+        with library.scope():
+            yield library.bind(*arrays, cell.causal)
+
+
+def main(arguments=None) -> int:
+    options = parse(arguments)
+    reason = gpu.missing_gpu()
+    if reason:
+        return gpu.refuse(reason)
+    import torch
+
+    start = time.monotonic()
+    libraries, missing = find(options.libraries)
+    for name, why in missing.items():
+        print(f"{name} is not measured: {why}", flush=True)
+    if not libraries:
+        return gpu.refuse("none of the libraries can be imported")
+    common = {**records.gpu_fields(), **records.run_fields(options.commit)}
+    path = records.result_path(common["gpu"], "forward", options.out)
+    print(f"{common['gpu']}, driver {common['driver']}, torch {common['torch']}; {len(options.cells)} cells", flush=True)
+    progress = Progress(len(options.cells), "forward")
+    try:
+        with torch.no_grad():
+            prebuild(options.cells, libraries, progress.note)
+            run = Run(options, libraries, common)
+            measure(run, path, options.budget - (time.monotonic() - start), progress)
+    except KeyboardInterrupt:
+        print(f"interrupted; what was measured is in {path}", file=sys.stderr)
+        return 130
+    finally:
+        progress.close()
+    return report(run, path, time.monotonic() - start)
+
+
+def measure(run, path, seconds, progress):
+    """Measure every cell within so many seconds and save the records, again after each cell."""
+    options, libraries = run.options, len(run.libraries)
+    budget = timing.Budget(seconds, len(options.cells), options.rounds, reserve=min(RESERVE_S, options.budget / 5))
+    for cell in options.cells:
+        target, before = budget.target_ms(libraries), time.monotonic()
+        measured, spent = run.cell(cell, target, progress.note)
+        budget.cell_done(measured, target, spent, time.monotonic() - before)
+        records.write(path, run.records)
+        progress.step(str(cell))
+    if budget.overrun > 0:
+        progress.note(f"the budget was too short by {budget.overrun:.0f} s; measurements were as short as they may be")
+    try:
+        run.add_kernel_names()
+    except Exception as error:  # the times stand without the names
+        progress.note(f"kernel names were not recorded: {one_line(error)}")
+    records.write(path, run.records)
+
+
+def report(run, path, seconds) -> int:
+    """Table, plots and the places of the files; exit code 1 when a result of numbaflash was wrong."""
+    print(table.forward_table(run.records, colour=colour_wanted()))
+    print("\n" + table.summary(run.records))
+    try:
+        drawn = plots.plot(run.records, path)
+    except ImportError:
+        drawn = []
+        print("no plot: matplotlib is not installed")
+    print(f"\n{seconds:.0f} s; {', '.join(str(p) for p in [path, *drawn])}")
+    wrong = [cell for name, cell in run.wrong if name == table.OURS]
+    if wrong:
+        print(f"numbaflash was wrong in {len(wrong)} cells, first: {wrong[0]}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
