@@ -4,21 +4,34 @@ from __future__ import annotations
 
 from . import cache, log
 from .compile import CompileError, KernelRequest, KernelSource, Ptx, compile_ptx
+from .driver import CudaError, device, device_count, driver_version, unavailable_reason
+from .launch import Array, Launch, Pointer, Scalar, TensorMap, prepare
 from .resources import Resources, ToolMissingError, count_opcodes, ptxas_report, sass
 
 log.configure()
 
 __all__ = [
+    "Array",
     "CompileError",
+    "CudaError",
     "KernelRequest",
     "KernelSource",
+    "Launch",
+    "Pointer",
     "Ptx",
     "Resources",
+    "Scalar",
+    "TensorMap",
     "ToolMissingError",
     "cache",
     "compile_ptx",
     "count_opcodes",
+    "device",
+    "device_count",
+    "driver_version",
     "log",
+    "prepare",
     "ptxas_report",
     "sass",
+    "unavailable_reason",
 ]

@@ -319,3 +319,11 @@ def cluster_of(ptx: Ptx) -> tuple[int, int, int]:
     """Compile-time cluster shape of the kernel, (1, 1, 1) without one."""
     found = re.search(r"\.reqnctapercluster (\d+), (\d+), (\d+)", ptx.text)
     return tuple(map(int, found.groups())) if found else (1, 1, 1)
+
+
+def launch_threads(ptx: Ptx) -> int:
+    """Threads a block that the kernel was compiled for."""
+    found = re.search(r"\.maxntid (\d+)((?:, \d+)*)", ptx.text)
+    if found is None:
+        raise CompileError(f"the PTX of {ptx.entry} states no .maxntid")
+    return int(found[1])
