@@ -202,9 +202,11 @@ def read_safetensors(path) -> dict[str, np.ndarray]:
             raise FileError(f"{path} is damaged or not a .safetensors file: no valid header length")
         try:
             header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-        except (ValueError, AttributeError) as error:
-            raise FileError(f"{path} is damaged or not a .safetensors file: its header is not a JSON object ({error})") from error
+        except ValueError as error:
+            raise FileError(f"{path} is damaged or not a .safetensors file: its header is not JSON ({error})") from error
+        if not isinstance(header, dict):
+            raise FileError(f"{path} is damaged or not a .safetensors file: its header is not a JSON object")
+        header.pop("__metadata__", None)
         _check_members(path, header)
         return {name: _safetensor(path, file, name, header[name], 8 + length, size) for name in OPERANDS}
 
@@ -219,7 +221,7 @@ def _safetensor(path: Path, file, name: str, entry, start: int, size: int) -> np
         raise FileError(f"{path}: {name} must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}; got dtype {code}")
     dtype = dtype_of(_SAFETENSORS_NAMES[code]).newbyteorder("<")
     if min(shape, default=0) < 0 or not 0 <= begin <= end <= size - start or end - begin != prod(shape) * dtype.itemsize:
-        raise FileError(f"{path}: the data of {name} (shape {tuple(shape)}, bytes {begin} to {end}) does not fit the file; it is damaged or cut short")
+        raise FileError(f"{path} is damaged or cut short: the data of {name} (shape {tuple(shape)}, bytes {begin} to {end}) does not fit it")
     file.seek(start + begin)
     array = np.empty(shape, dtype)
     if file.readinto(array.reshape(-1).view(np.uint8)) != array.nbytes:

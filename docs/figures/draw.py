@@ -1,0 +1,168 @@
+"""Draws the figures of the README and the documentation: ``python docs/figures/draw.py`` writes every SVG beside this file.
+
+Numbers and masks in the figures are computed, the masks by numbaflash's own reference.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+
+from numbaflash.problem import make_problem
+from numbaflash.reference import visible
+
+INK, SOFT, LINE = "#1b2430", "#5b6775", "#c3cad3"
+SKIPPED, BORDER, INSIDE, PLAIN = "#f0f2f5", "#f2b266", "#5b9bd5", "#dfe7f1"
+Q_COLOR, K_COLOR, V_COLOR, STATE = "#8fc6a4", "#d9a5c7", "#e3d08a", "#fdf6ea"
+
+
+class Svg:
+    """A drawing of rectangles, lines and text on white, so that it reads on a dark page too."""
+
+    def __init__(self, width: int, height: int):
+        self.size = width, height
+        self.parts = []
+
+    def rect(self, x, y, w, h, fill, stroke=LINE, width=1.0, radius=2):
+        place = f'x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="{radius:g}"'
+        self.parts.append(f'<rect {place} fill="{fill}" stroke="{stroke}" stroke-width="{width:g}"/>')
+
+    def text(self, x, y, words, size=14, color=INK, anchor="start", weight="normal", mono=False):
+        family = "Menlo, Consolas, DejaVu Sans Mono, monospace" if mono else "Helvetica, Arial, sans-serif"
+        words = words.replace("&", "&amp;").replace("<", "&lt;")
+        font = f'font-family="{family}" font-size="{size:g}" font-weight="{weight}" text-anchor="{anchor}"'
+        self.parts.append(f'<text x="{x:g}" y="{y:g}" {font} fill="{color}" xml:space="preserve">{words}</text>')
+
+    def line(self, x1, y1, x2, y2, color=SOFT, width=1.5, arrow=False):
+        extra = ' marker-end="url(#arrow)"' if arrow else ""
+        self.parts.append(f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{color}" stroke-width="{width:g}"{extra}/>')
+
+    def __str__(self):
+        width, height = self.size
+        shape = 'viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto"'
+        arrow = f'<marker id="arrow" {shape}><path d="M0 0L8 4L0 8z" fill="{INK}"/></marker>'
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
+        return "\n".join([head, f"<defs>{arrow}</defs>", f'<rect width="{width}" height="{height}" fill="#ffffff"/>', *self.parts, "</svg>", ""])
+
+
+def tiling() -> Svg:
+    """Left: the tiles of the score matrix, of which one exists at a time. Right: the state that a row keeps between them."""
+    svg = Svg(1060, 452)
+    _score_tiles(svg, 20, 20)
+    _online_softmax(svg, 530, 20)
+    return svg
+
+
+def _score_tiles(svg, x0, y0):
+    tile, rows, cols, chosen = 42, 6, 8, 3
+    left, top = x0 + 92, y0 + 92
+    seen = visible(make_problem((1, rows * 8, 1, 1), (1, cols * 8, 1, 1), (1, cols * 8, 1, 1), ("float32",) * 3, causal=True))
+    svg.text(x0, y0 + 12, "The scores, tile by tile", 17, weight="bold")
+    svg.text(left + cols * tile / 2, y0 + 42, "keys and values", 13, SOFT, "middle")
+    svg.text(x0, top - 12, "queries", 13, SOFT)
+    for col in range(cols):
+        svg.rect(left + col * tile + 2, top - 38, tile - 4, 12, K_COLOR)
+        svg.rect(left + col * tile + 2, top - 23, tile - 4, 12, V_COLOR)
+    svg.text(left + cols * tile + 6, top - 28, "K", 12, SOFT)
+    svg.text(left + cols * tile + 6, top - 13, "V", 12, SOFT)
+    for row in range(rows):
+        svg.rect(x0 + 50, top + row * tile + 3, 22, tile - 6, Q_COLOR, INK if row == chosen else LINE, 2 if row == chosen else 1)
+        for col in range(cols):
+            block = seen[row * 8 : row * 8 + 8, col * 8 : col * 8 + 8]
+            fill = INSIDE if block.all() else BORDER if block.any() else SKIPPED
+            svg.rect(left + col * tile + 1, top + row * tile + 1, tile - 2, tile - 2, fill)
+    last = max(col for col in range(cols) if seen[chosen * 8 : chosen * 8 + 8, col * 8 : col * 8 + 8].any())
+    middle = top + chosen * tile + tile / 2
+    svg.rect(left - 2, top + chosen * tile - 2, (last + 1) * tile + 4, tile + 4, "none", INK, 2.5, 4)
+    svg.line(left + 12, middle, left + (last + 1) * tile - 10, middle, INK, 2, arrow=True)
+    svg.text(x0, middle + 5, "q_tile", 13)
+    svg.text(left, top + rows * tile + 22, "A tile of queries stays on chip; the loop brings in the", 13, SOFT)
+    svg.text(left, top + rows * tile + 40, "keys and values block by block. Nothing of size Sq x Sk.", 13, SOFT)
+    y = top + rows * tile + 54
+    for x, fill, words in ((0, INSIDE, "no mask needed"), (130, BORDER, "border: masked"), (250, SKIPPED, "skipped: not even loaded")):
+        svg.rect(left + x, y, 13, 13, fill)
+        svg.text(left + x + 19, y + 11, words, 12)
+
+
+def online_softmax(blocks, values):
+    """States (m, l, acc) after each block of one row: the computation that the figure shows."""
+    m, l, acc = -math.inf, 0.0, 0.0
+    for scores, v in zip(blocks, values, strict=True):
+        m_new = max(m, *scores)
+        alpha = math.exp(m - m_new)
+        p = [math.exp(s - m_new) for s in scores]
+        l = alpha * l + sum(p)
+        acc = alpha * acc + sum(weight * value for weight, value in zip(p, v, strict=True))
+        m = m_new
+        yield alpha, m, l, acc
+
+
+def _online_softmax(svg, x0, y0):
+    blocks, values = ((1.0, 3.0), (2.0, 5.0), (4.0, 0.0)), ((1.0, 2.0), (3.0, 4.0), (5.0, 6.0))
+    svg.text(x0, y0 + 12, "Online softmax: what one row remembers", 17, weight="bold")
+    formulas = (
+        "m'   = max(m, max(s))",
+        "a    = exp(m - m')",
+        "l'   = a l   + sum exp(s - m')",
+        "acc' = a acc + exp(s - m') v",
+    )
+    svg.rect(x0, y0 + 28, 510, 96, "#f7f9fb")
+    for i, words in enumerate(formulas):
+        svg.text(x0 + 14, y0 + 50 + 21 * i, words, 14, mono=True)
+    for i, words in enumerate(("largest score so far", "rescales what is there", "sum of weights", "weighted sum of values")):
+        svg.text(x0 + 320, y0 + 50 + 21 * i, words, 13, SOFT)
+    columns = (0, 88, 178, 268, 324, 414)
+    for x, words in zip(columns, ("scores s", "values v", "a", "m", "l", "acc"), strict=True):
+        svg.text(x0 + 12 + x, y0 + 152, words, 13, SOFT)
+    y = y0 + 160
+    for (s, v), (alpha, m, l, acc) in zip(zip(blocks, values, strict=True), online_softmax(blocks, values), strict=True):
+        svg.rect(x0, y, 510, 34, STATE)
+        cells = (f"{s[0]:g}  {s[1]:g}", f"{v[0]:g}  {v[1]:g}", f"{alpha:.4f}", f"{m:g}", f"{l:.4f}", f"{acc:.4f}")
+        for i, (x, words) in enumerate(zip(columns, cells, strict=True)):
+            if i < 2:
+                svg.rect(x0 + 6 + x, y + 6, 66, 22, K_COLOR if i == 0 else V_COLOR, "none")
+            svg.text(x0 + 14 + x, y + 22, words, 14, mono=True)
+        y += 42
+    scores, flat = np.array(blocks).ravel(), np.array(values).ravel()
+    weights = np.exp(scores)
+    svg.text(x0, y + 18, "At the end", 14, weight="bold")
+    svg.text(x0 + 120, y + 18, f"out = acc / l    = {acc / l:.4f}", 13, mono=True)
+    svg.text(x0 + 325, y + 18, f"lse = m + ln l = {m + math.log(l):.4f}", 13, mono=True)
+    svg.text(x0, y + 46, "All six at once", 14, weight="bold")
+    svg.text(x0 + 120, y + 46, f"softmax(s) v     = {weights @ flat / weights.sum():.4f}", 13, mono=True)
+    svg.text(x0 + 325, y + 46, f"ln(sum exp s)  = {math.log(weights.sum()):.4f}", 13, mono=True)
+    svg.text(x0, y + 74, "Results over different keys merge in the same way, from (out, lse) alone.", 13, SOFT)
+
+
+def band() -> Svg:
+    """Which keys a query sees under each alignment, drawn from the reference."""
+    cases = (
+        ("causal=True", {"causal": True}, 5, 8),
+        ('causal="top_left"', {"causal": "top_left"}, 5, 8),
+        ("causal=True", {"causal": True}, 8, 5),
+        ("window=(2, 1)", {"window": (2, 1)}, 7, 7),
+        ("causal, window=(2, None)", {"causal": True, "window": (2, None)}, 7, 7),
+    )
+    svg = Svg(1060, 236)
+    x, cell = 18, 20
+    for title, options, rows, cols in cases:
+        problem = make_problem((1, rows, 1, 1), (1, cols, 1, 1), (1, cols, 1, 1), ("float32",) * 3, **options)
+        svg.text(x, 22, title, 13, weight="bold")
+        svg.text(x, 40, f"{rows} queries, {cols} keys", 12, SOFT)
+        for i, row in enumerate(visible(problem)):
+            for j, sees in enumerate(row):
+                svg.rect(x + j * cell, 54 + i * cell, cell - 2, cell - 2, INSIDE if sees else SKIPPED, "none")
+        if not visible(problem).any(axis=1).all():
+            svg.text(x + cols * cell + 6, 54 + cell * 1.7, "sees nothing:", 12, SOFT)
+            svg.text(x + cols * cell + 6, 54 + cell * 1.7 + 16, "out 0, lse -inf", 12, SOFT)
+        x += 200
+    return svg
+
+
+FIGURES = {"tiling": tiling, "band": band}
+
+if __name__ == "__main__":
+    for name, draw in FIGURES.items():
+        Path(__file__).with_name(f"{name}.svg").write_text(str(draw()), encoding="utf-8")

@@ -1,0 +1,10 @@
+"""``python -m numbaflash``, the same as the command ``numbaflash``."""
+
+from __future__ import annotations
+
+import sys
+
+from .cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""The command line. Each command is a module with ``add_parser(commands)`` and ``run(arguments) -> exit status``.
+
+Exit status: 0 done, 1 a comparison or a fuzzed case failed, 2 a wrong argument or file (one line on stderr),
+130 interrupted, 141 the reader of the output went away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+
+from .._version import __version__
+from . import cache, demo, env, explain, fuzz, run, support, warmup
+from .errors import CommandError
+
+COMMANDS = (run, demo, explain, env, cache, warmup, fuzz, support)
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="numbaflash",
+        description="Exact attention (FlashAttention) on the CPU and on NVIDIA GPUs.",
+        epilog="numbaflash COMMAND --help tells the options of a command.",
+    )
+    top.add_argument("--version", action="version", version=f"numbaflash {__version__}")
+    top.add_argument("--traceback", action="store_true", help="show where an error came from instead of one line")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add_parser(commands).set_defaults(run=command.run)
+    return top
+
+
+def main(argv=None) -> int:
+    """Run one command and return its exit status."""
+    arguments = parser().parse_args(argv)
+    try:
+        status = arguments.run(arguments)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        print("numbaflash: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains once more when it flushes at exit
+        return 141
+    except (CommandError, MemoryError) as error:
+        if arguments.traceback:
+            traceback.print_exc()
+        else:
+            print(f"numbaflash: error: {one_line(error)}", file=sys.stderr)
+        return 2
+
+
+def one_line(error: BaseException) -> str:
+    if isinstance(error, MemoryError):
+        return f"not enough memory: {error}"
+    return " ".join(str(error).split())

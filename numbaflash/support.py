@@ -1,0 +1,137 @@
+"""What each kernel family can compute, found by asking the families; the tables in README.md and docs/ are printed here."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from . import dispatch
+from .dispatch import CPU, Device, Layout, Layouts
+from .problem import DTYPES, ITEMSIZE, MAX_HEAD_DIM, Problem, make_problem
+
+CAPABILITIES = ((5, 0), (6, 0), (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
+_SM_COUNTS = {(8, 0): 108, (9, 0): 132, (10, 0): 148}
+
+OPTIONS = {
+    "causal": {"causal": True},
+    "causal top_left": {"causal": "top_left"},
+    "window": {"window": (128, 32)},
+    "GQA, MQA": {"kv_heads": 2},
+    "D != Dv": {"head_dim_v": "other"},
+    "no keys": {"seqlen_k": 0},
+}
+"""Columns of the table: an option's name and how it changes the plain problem."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One family and dtype: head dims it computes (D = Dv), and for each of `OPTIONS` "yes", "no" or "some head dims"."""
+
+    family: str
+    devices: str
+    dtype: str
+    head_dims: str
+    options: tuple[str, ...]
+
+
+def assumed_device(arch: str) -> Device:
+    """A GPU that need not be there, by architecture: "sm_90" is compute capability 9.0.
+
+    Raises
+    ------
+    ValueError
+        When `arch` is not an architecture.
+    """
+    found = re.fullmatch(r"sm_(\d+)(\d)a?", arch)
+    if found is None:
+        raise ValueError(f"a GPU architecture looks like sm_90; got {arch!r}")
+    capability = (int(found[1]), int(found[2]))
+    sm_count = _SM_COUNTS.get(capability, 100)
+    return Device("cuda", 0, capability, sm_count, f"sm_{found[1]}{found[2]} (assumed, {sm_count} multiprocessors)")
+
+
+def contiguous_layouts(problem: Problem, *, lse: bool = True) -> Layouts:
+    """Layouts of C-contiguous, aligned operands of a problem."""
+
+    def layout(shape, itemsize):
+        strides, step = [], itemsize
+        for n in reversed(shape):
+            strides.append(step)
+            step *= max(n, 1)
+        return Layout(tuple(shape), tuple(reversed(strides)), 16)
+
+    size = ITEMSIZE[problem.dtype]
+    return Layouts(
+        q=layout(problem.q_shape, size),
+        k=layout(problem.k_shape, size),
+        v=layout(problem.v_shape, size),
+        out=layout(problem.out_shape, size),
+        lse=layout(problem.lse_shape, ITEMSIZE[problem.lse_dtype]) if lse else None,
+    )
+
+
+def rows() -> list[Row]:
+    """The support table, the preferred family first."""
+    table = []
+    for name in dispatch.FAMILIES:
+        family = dispatch.family(name)
+        for dtype in DTYPES:
+            device, devices = _devices(family, dtype)
+            if device is not None:
+                dims = [d for d in range(1, MAX_HEAD_DIM + 1) if not family.supports(_problem(dtype, d), device)]
+                options = tuple(_option(family, device, dtype, dims, change) for change in OPTIONS.values())
+                table.append(Row(name, devices, dtype, dims_text(dims), options))
+    return table
+
+
+def markdown() -> str:
+    """The support table in Markdown, rows that differ only in dtype joined."""
+    joined: dict[Row, list[str]] = {}
+    for row in rows():
+        joined.setdefault(replace(row, dtype=""), []).append(row.dtype)
+    head = ("family", "runs on", "dtype", "head dims", *OPTIONS)
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    for row, dtypes in joined.items():
+        lines.append("| " + " | ".join((f"`{row.family}`", row.devices, ", ".join(dtypes), row.head_dims, *row.options)) + " |")
+    return "\n".join(lines)
+
+
+def dims_text(dims: list[int]) -> str:
+    """Head dims in words: "1 to 256", "multiples of 8 from 8 to 256", or a list."""
+    if not dims:
+        return "none"
+    low, high = dims[0], dims[-1]
+    for step in (1, 2, 4, 8, 16, 32, 64):
+        if dims == list(range(low, high + 1, step)) and low % step == 0 and len(dims) > 2:
+            return f"{low} to {high}" if step == 1 else f"multiples of {step} from {low} to {high}"
+    return ", ".join(map(str, dims))
+
+
+def _problem(dtype, head_dim, *, kv_heads=4, seqlen_k=256, head_dim_v=None, **options) -> Problem:
+    if head_dim_v == "other":
+        head_dim_v = head_dim // 2 if head_dim % 16 == 0 else max(1, head_dim - 1)
+    k_shape = (1, seqlen_k, kv_heads, head_dim)
+    return make_problem((1, 256, 4, head_dim), k_shape, (*k_shape[:3], head_dim_v or head_dim), (dtype,) * 3, **options)
+
+
+def _devices(family, dtype):
+    """A device the family computes this dtype on, and every such device in words."""
+    if any(not family.supports(_problem(dtype, d), CPU) for d in (64, 128)):
+        return CPU, "CPU"
+    able = [c for c in CAPABILITIES if any(not family.supports(_problem(dtype, d), Device("cuda", 0, c, 100, "gpu")) for d in (64, 128))]
+    if not able:
+        return None, "nothing"
+    device = Device("cuda", 0, able[-1], 100, "gpu")
+    names = [f"sm_{major}{minor}" for major, minor in able]
+    if able[-1] == CAPABILITIES[-1] and able == list(CAPABILITIES[-len(able) :]):
+        return device, "every GPU" if len(able) == len(CAPABILITIES) else f"GPUs from {names[0]} on"
+    return device, ", ".join(names)
+
+
+def _option(family, device, dtype, dims, change) -> str:
+    tried = [not family.supports(_problem(dtype, d, **change), device) for d in dims]
+    return "yes" if all(tried) else "some head dims" if any(tried) else "no"
+
+
+if __name__ == "__main__":
+    print(markdown())
