@@ -6,7 +6,8 @@ from . import cache, log
 from .compile import CompileError, KernelRequest, KernelSource, Ptx, compile_ptx
 from .driver import CudaError, device, device_count, driver_version, unavailable_reason
 from .launch import Array, Launch, Pointer, Scalar, TensorMap, prepare
-from .resources import Resources, ToolMissingError, count_opcodes, ptxas_report, sass
+from .resources import Resources, ToolMissingError, count_opcodes, loaded_resources, ptxas_report, sass
+from .warmup import WarmupError, WarmupReport, warmup
 
 log.configure()
 
@@ -23,15 +24,19 @@ __all__ = [
     "Scalar",
     "TensorMap",
     "ToolMissingError",
+    "WarmupError",
+    "WarmupReport",
     "cache",
     "compile_ptx",
     "count_opcodes",
     "device",
     "device_count",
     "driver_version",
+    "loaded_resources",
     "log",
     "prepare",
     "ptxas_report",
     "sass",
     "unavailable_reason",
+    "warmup",
 ]

@@ -75,20 +75,33 @@ def key(request) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-@functools.cache
-def fingerprint() -> str:
-    """Digest of the package's kernel sources and the versions of Python and of the compilers."""
-    digest = hashlib.sha256(f"python {sys.version_info[:2]}\n".encode())
+def _sources_digest() -> str:
+    digest = hashlib.sha256()
     package = Path(__file__).resolve().parent.parent
     for folder in _SOURCES:
         for path in sorted((package / folder).rglob("*.py")):
-            digest.update(f"{path.relative_to(package).as_posix()} {path.stat().st_size}\n".encode())
-            digest.update(path.read_bytes())
+            with suppress(FileNotFoundError):  # removed while we look
+                data = path.read_bytes()
+                digest.update(f"{path.relative_to(package).as_posix()} {len(data)}\n".encode() + data)
+    return digest.hexdigest()
+
+
+_sources = _sources_digest()  # now, before any kernel's module is imported: of what this process will run
+
+
+def sources_changed() -> bool:
+    """Whether a source file was edited since this process started: what it builds may then not be what its keys say."""
+    return _sources_digest() != _sources
+
+
+@functools.cache
+def fingerprint() -> str:
+    """Digest of the package's kernel sources and the versions of Python and of the compilers."""
+    parts = [_sources, f"python {sys.version_info[:2]}", f"{os.environ.get('CUDA_HOME')} {os.environ.get('CUDA_PATH')}"]
     for name in _COMPILERS:
         with suppress(importlib.metadata.PackageNotFoundError):
-            digest.update(f"{name} {importlib.metadata.version(name)}\n".encode())
-    digest.update(f"{os.environ.get('CUDA_HOME')} {os.environ.get('CUDA_PATH')}".encode())
-    return digest.hexdigest()
+            parts.append(f"{name} {importlib.metadata.version(name)}")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 @functools.cache

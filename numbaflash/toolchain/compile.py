@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import os
 import re
 import threading
 from collections.abc import Callable
@@ -132,6 +133,10 @@ def adopt(request: KernelRequest, ptx: Ptx) -> None:
     _ready.setdefault(request, ptx)
 
 
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_building.clear)  # locks that other threads of the parent held
+
+
 def is_cached(request: KernelRequest) -> bool:
     """Whether `compile_ptx` would not have to compile."""
     return request in _ready or cache.load(cache.key(request)) is not None
@@ -152,7 +157,10 @@ def _fetch(request):
                 logger.debug("cache miss: %s", request)
                 ptx = build(request, _entry_label(request, key))
                 meta = {"entry": ptx.entry, "build": request.build, "config": repr(request.config), "arch": arch_name(request.arch)}
-                cache.store(key, ptx.text, meta)
+                if cache.sources_changed():
+                    logger.info("not stored, a source file was edited since the process started: %s", request)
+                else:
+                    cache.store(key, ptx.text, meta)
                 return ptx
     meta, text = found
     logger.debug("cache hit: %s", request)
@@ -187,6 +195,8 @@ def _numba_ptx(source, arch) -> str:
     text, _ = cuda.compile(
         source.function,
         source.signature,
+        debug=False,
+        opt=True,
         device=False,
         abi="numba",
         cc=tuple(arch),

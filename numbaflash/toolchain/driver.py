@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ..dispatch import Device
-from .compile import KernelRequest, Ptx, compile_ptx
-from .log import logger, timed
+from .compile import KernelRequest, Ptx, arch_name, compile_ptx
+from .log import timed
 
 MINIMUM_DRIVER = 12000
 
@@ -88,12 +88,13 @@ _SIGNATURES = {
     "cuModuleGetFunction": (_ref(_p), _p, _str),
     "cuFuncSetAttribute": (_p, _int, _int),
     "cuFuncGetAttribute": (_ref(_int), _int, _p),
+    "cuTensorMapReplaceAddress": (_p, _p),
     "cuTensorMapEncodeTiled": (_p, _int, _u32, _p, _ref(_u64), _ref(_u64), _ref(_u32), _ref(_u32), _int, _int, _int, _int),
 }
 
-# Called at each launch with prepared arguments (`pointer`), so ctypes need not convert them. The launch may wait for room in
-# the stream's queue and must release the GIL; the other two return at once, and keep it.
-_PREPARED = {"cuLaunchKernelEx": False, "cuTensorMapReplaceAddress": True, "cuCtxGetCurrent": True}
+# cuLaunchKernelEx and cuCtxGetCurrent have no signature: a launch calls them with arguments made by `pointer`. A call
+# releases the GIL, as a launch must, which may wait for room in the stream's queue; these return at once and keep it.
+_KEEP_GIL = frozenset(("cuTensorMapReplaceAddress", "cuCtxGetCurrent"))
 
 
 def pointer(address: int):
@@ -115,7 +116,7 @@ class Driver:
 
     def __getattr__(self, name):
         try:
-            function = self._find(name, _PREPARED.get(name, False))
+            function = self._find(name, name in _KEEP_GIL)
         except AttributeError:
             raise CudaError(f"the NVIDIA driver has no {name}: it is older than CUDA 12.0; install driver 525 or newer") from None
         if name in _SIGNATURES:
@@ -343,6 +344,13 @@ class Function:
         return found
 
 
+def _check_arch(arch, on):
+    exact = len(arch) > 2 and arch[2] == "a"
+    if (on.capability != tuple(arch[:2])) if exact else (on.capability < tuple(arch[:2])):
+        name = f"{on.name} (compute capability {on.capability[0]}.{on.capability[1]})"
+        raise ValueError(f"a kernel for {arch_name(arch)} cannot run on device {on.index}, {name}")
+
+
 _functions: dict[tuple[KernelRequest, int], Function] = {}
 _loading: dict[tuple[KernelRequest, int], threading.Lock] = {}
 
@@ -359,6 +367,7 @@ def load(request: KernelRequest, index: int) -> Function:
     if found is None:
         with _loading.setdefault(key, threading.Lock()):
             if key not in _functions:
+                _check_arch(request.arch, device(index))
                 ptx = compile_ptx(request)
                 _functions[key] = Function(ptx, index, f"kernel {ptx.entry}: {request}")
             found = _functions[key]
@@ -371,7 +380,6 @@ def _after_fork():
     _lock, _driver = threading.RLock(), None
     for store in (_functions, _loading, _contexts, _gpus):
         store.clear()
-    logger.debug("forked: CUDA state dropped")
 
 
 if hasattr(os, "register_at_fork"):

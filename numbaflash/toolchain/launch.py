@@ -206,28 +206,28 @@ class _Block:
         for i, (kind, value) in enumerate(lowered):
             if kind == "map":
                 at = base + _HEAD_BYTES + _MAP_BYTES * len(self.maps)
-                self.maps.append([OPERANDS.index(value.operand), value, at, pointer(at), None])
+                self.maps.append([OPERANDS.index(value.operand), at, None, value])
             elif kind == "address":
                 at = base + 8 * value
             else:
                 at = launch.constants[i]
             self.words[array // 8 + i] = at
 
-    def set_addresses(self, addresses, about):
+    def set_addresses(self, addresses, replace, about):
         self.addresses = None
-        self.words[0], self.words[1], self.words[2], self.words[3], self.words[4] = addresses
+        words = self.words
+        words[0], words[1], words[2], words[3], words[4] = addresses
         for each in self.maps:
-            operand, described, at, ref, last = each
+            operand, at, last, described = each
             address = addresses[operand]
             if address != last:
                 if address & 15:
-                    raise ValueError(f"{OPERANDS[operand]} must start at a multiple of 16 bytes; got address {address:#x} ({about})")
+                    raise ValueError(f"{described.operand} must start at a multiple of 16 bytes; got address {address:#x} ({about})")
                 if last is None:
                     _encode(described, at, address, about)
-                else:
-                    cuda = driver()
-                    cuda.check(cuda.cuTensorMapReplaceAddress(ref, ctypes.c_void_p(address)), "cuTensorMapReplaceAddress", about)
-                each[4] = address
+                elif result := replace(at, address):
+                    raise driver().error(result, "cuTensorMapReplaceAddress", about)
+                each[2] = address
         self.addresses = addresses
 
 
@@ -264,8 +264,23 @@ class Launch:
     threads, shared_bytes : int
     """
 
-    __slots__ = ("_context", "_current", "_free", "_handle", "_launch", "_store", "about", "config", "constants", "function", "grid", "lowered",
-                 "shared_bytes", "threads")  # fmt: skip
+    __slots__ = (
+        "_context",
+        "_current",
+        "_free",
+        "_handle",
+        "_launch",
+        "_replace",
+        "_store",
+        "about",
+        "config",
+        "constants",
+        "function",
+        "grid",
+        "lowered",
+        "shared_bytes",
+        "threads",
+    )
 
     def __init__(self, function, parameters, grid, threads, shared_bytes):
         self.function, self.grid, self.threads, self.shared_bytes = function, grid, threads, shared_bytes
@@ -280,7 +295,7 @@ class Launch:
                 at += 8
         cuda = driver()
         self._context, self._handle = function.context, pointer(function.handle)
-        self._launch, self._current = cuda.cuLaunchKernelEx, cuda.cuCtxGetCurrent
+        self._launch, self._current, self._replace = cuda.cuLaunchKernelEx, cuda.cuCtxGetCurrent, cuda.cuTensorMapReplaceAddress
         self._free = []
 
     def __call__(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
@@ -291,7 +306,7 @@ class Launch:
         try:
             addresses = (q, k, v, out, lse)
             if addresses != block.addresses:
-                block.set_addresses(addresses, self.about)
+                block.set_addresses(addresses, self._replace, self.about)
             words = block.words
             words[_STREAM] = stream
             result = self._current(block.context)

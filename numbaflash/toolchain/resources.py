@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from .compile import Ptx, arch_name
+from .compile import KernelRequest, Ptx, arch_name
 
 
 class ToolMissingError(RuntimeError):
@@ -145,3 +145,16 @@ def sass(ptx: Ptx, arch) -> str:
 def count_opcodes(listing: str) -> Counter:
     """Instructions of a listing of `sass` by opcode without its modifiers ("HGMMA", "FFMA", ...)."""
     return Counter(re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)", listing, re.M))
+
+
+def loaded_resources(request: KernelRequest, device: int = 0) -> dict[str, int]:
+    """What the driver says of a kernel that it has compiled: registers, local_bytes, shared_bytes, max_threads, ptx_version
+    and binary_version. The kernel is loaded if it is not yet.
+
+    Raises
+    ------
+    CompileError, CudaError
+    """
+    from .driver import load
+
+    return load(request, device).attributes()

@@ -1,0 +1,346 @@
+"""Building many kernels ahead, in parallel processes (Numba's compiler holds one lock a process).
+
+The workers are plain subprocesses that speak pickle over pipes, not multiprocessing's, so that a script needs no
+``if __name__ == "__main__"`` to warm up.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import product
+
+from .. import dispatch
+from ..dispatch import Device, Layout, Layouts, Plan
+from ..problem import ITEMSIZE, Problem, make_problem
+from .compile import CompileError, KernelRequest, adopt, compile_ptx, is_cached
+from .log import logger
+
+_MOST_WORKERS = 16  # each takes about 300 MB
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupReport:
+    """What a warm-up did.
+
+    Attributes
+    ----------
+    plans : int
+        Distinct plans that were looked at.
+    built, cached : tuple of str
+        Kernels compiled now, and kernels that were there already.
+    loaded : int
+        Kernels loaded, counted on each device.
+    failed : dict of str to str
+        Kernel and its plan, and the error.
+    seconds : float
+    """
+
+    plans: int = 0
+    built: tuple[str, ...] = ()
+    cached: tuple[str, ...] = ()
+    loaded: int = 0
+    failed: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def __str__(self):
+        words = f"{len(self.built)} kernels built, {len(self.cached)} in the cache, {self.loaded} loaded, in {self.seconds:.1f} s"
+        return words + "".join(f"\nfailed: {name}\n  {error}" for name, error in self.failed.items())
+
+
+class WarmupError(CompileError):
+    """Some kernels could not be built or loaded; all others were. ``report`` is the `WarmupReport`."""
+
+    def __init__(self, report: WarmupReport):
+        super().__init__(f"{len(report.failed)} kernels failed to warm up: {report}")
+        self.report = report
+
+
+def warmup(
+    examples: Iterable[Problem | Plan] | Problem | Plan | None = None,
+    *,
+    dtypes=("float16", "bfloat16"),
+    head_dims=(64, 128),
+    causal=(False, True),
+    windows=(None,),
+    heads=((16, 16),),
+    seqlens=(512, 4096, 16384),
+    batch: int = 1,
+    device=0,
+    workers: int | None = None,
+    load: bool = True,
+) -> WarmupReport:
+    """Build kernels before they are needed: in parallel, into the disk cache, and load them.
+
+    Which kernel a call needs is decided by its plan, so a warm-up is told problems: either `examples`, or every
+    combination of the options.
+
+    Parameters
+    ----------
+    examples : Problem or Plan, or several, optional
+        Exactly these problems: a `Plan` is what `numbaflash.explain` returns for arrays, and keeps its strides and its
+        device. The option lists below are then not used.
+    dtypes : sequence of str
+    head_dims : sequence of int or (int, int)
+        head_dim, or (head_dim, head_dim_v).
+    causal, windows : sequence
+        Values of `numbaflash.forward`'s options.
+    heads : sequence of (int, int)
+        (query heads, key/value heads).
+    seqlens : sequence of int or (int, int)
+        seqlen, or (seqlen_q, seqlen_k): tiles are chosen by length.
+    batch : int
+    device : int, "cpu", Device, or a sequence of these
+        For a GPU that this machine does not have (to fill the cache of a container image), hand in a
+        `numbaflash.dispatch.Device` and ``load=False``.
+    workers : int, optional
+        Compiler processes; by default one a CPU core, 16 at most.
+    load : bool
+        Load the kernels on the device, so that the first call in this process launches at once.
+
+    Returns
+    -------
+    WarmupReport
+
+    Raises
+    ------
+    UnsupportedError
+        When no kernel computes one of the problems.
+    WarmupError
+        When kernels failed; the others are built nevertheless.
+    """
+    devices = [_device(one) for one in (device if isinstance(device, (list, tuple)) else [device])]
+    if examples is None:
+        problems = _combinations(dtypes, head_dims, causal, windows, heads, seqlens, batch)
+        plans = [_plan(problem, on) for on in devices for problem in problems]
+    else:
+        examples = [examples] if isinstance(examples, (Problem, Plan)) else list(examples)
+        for example in examples:
+            if not isinstance(example, (Problem, Plan)):
+                raise TypeError(f"examples must be Problem or Plan objects (numbaflash.explain returns a Plan); got {type(example).__name__}")
+        plans = [example for example in examples if isinstance(example, Plan)]
+        plans += [_plan(example, on) for on in devices for example in examples if isinstance(example, Problem)]
+    return warm_plans(plans, workers=workers, load=load)
+
+
+def _device(one) -> Device:
+    if isinstance(one, Device):
+        return one
+    if one == "cpu":
+        return dispatch.CPU
+    if isinstance(one, int) and not isinstance(one, bool):
+        from .driver import device
+
+        return device(one)
+    raise TypeError(f'device must be an index, "cpu", a Device, or a sequence of these; got {one!r}')
+
+
+def _pair(name, value):
+    if isinstance(value, int):
+        return value, value
+    try:
+        first, second = value
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must hold integers or pairs of integers; got {value!r}") from None
+    return first, second
+
+
+def _combinations(dtypes, head_dims, causal, windows, heads, seqlens, batch) -> list[Problem]:
+    options = {"dtypes": dtypes, "head_dims": head_dims, "causal": causal, "windows": windows, "heads": heads, "seqlens": seqlens}
+    for name, values in options.items():
+        if isinstance(values, str) or not isinstance(values, (list, tuple, set, frozenset, range)):
+            raise TypeError(f"{name} must be a sequence of values; got {values!r}")
+    found = []
+    for dtype, dims, is_causal, window, head_pair, lengths in product(*options.values()):
+        (dim, dim_v), (query_heads, kv_heads), (rows, keys) = _pair("head_dims", dims), _pair("heads", head_pair), _pair("seqlens", lengths)
+        shapes = (batch, rows, query_heads, dim), (batch, keys, kv_heads, dim), (batch, keys, kv_heads, dim_v)
+        found.append(make_problem(*shapes, (dtype,) * 3, causal=is_causal, window=window))
+    return found
+
+
+def contiguous(shape, dtype) -> Layout:
+    """Layout of a C-contiguous array."""
+    strides, step = [], ITEMSIZE[dtype]
+    for n in reversed(shape):
+        strides.insert(0, step)
+        step *= max(n, 1)
+    return Layout(tuple(shape), tuple(strides))
+
+
+def _plan(problem, on) -> Plan:
+    layouts = Layouts(
+        q=contiguous(problem.q_shape, problem.dtype),
+        k=contiguous(problem.k_shape, problem.dtype),
+        v=contiguous(problem.v_shape, problem.dtype),
+        out=contiguous(problem.out_shape, problem.dtype),
+        lse=contiguous(problem.lse_shape, problem.lse_dtype),
+    )
+    return dispatch.make_plan(problem, layouts, on)
+
+
+def warm_plans(plans: Iterable[Plan], *, workers: int | None = None, load: bool = True) -> WarmupReport:
+    """Build and load what plans need. A family without a ``request(plan)`` function is asked to ``prepare`` it here."""
+    start = time.perf_counter()
+    wanted: dict[KernelRequest, Plan] = {}
+    prepared, failed, loads, count = [], {}, {}, 0
+    for plan in plans:
+        count += 1
+        family = dispatch.family(plan.family)
+        if not hasattr(family, "request"):
+            label = _describe(plan)
+            try:
+                if plan.device.kind == "cuda" and not load:
+                    raise CompileError(f"family {plan.family} cannot build a kernel without loading it; use load=True")
+                family.prepare(plan)
+                prepared.append(label)
+            except Exception as error:
+                failed[label] = f"{type(error).__name__}: {error}"
+            continue
+        requests = family.request(plan)
+        for request in (requests,) if isinstance(requests, KernelRequest) else requests:
+            wanted.setdefault(request, plan)
+            loads.setdefault((request, plan.device.index), None)
+    report = build_all(wanted, workers=workers)
+    failed.update({f"{request}; {_describe(wanted[request])}": error for request, error in report.failures.items()})
+    loaded = 0
+    if load:
+        for request, index in loads:
+            if request not in report.failures:
+                try:
+                    _load(request, index)
+                    loaded += 1
+                except Exception as error:
+                    failed[f"{request}; {_describe(wanted[request])}; device {index}"] = f"{type(error).__name__}: {error}"
+    built = tuple(prepared) + tuple(map(str, report.built))
+    result = WarmupReport(count, built, tuple(map(str, report.cached)), loaded, failed, time.perf_counter() - start)
+    logger.info("warmup: %s", result)
+    if failed:
+        raise WarmupError(result)
+    return result
+
+
+def _describe(plan):
+    problem = plan.problem
+    return f"plan of {plan.family} on {plan.device.name} for {problem}"
+
+
+def _load(request, index):
+    from .driver import load
+
+    load(request, index)
+
+
+@dataclass(slots=True)
+class Builds:
+    """Outcome of `build_all`, by request."""
+
+    built: list[KernelRequest] = field(default_factory=list)
+    cached: list[KernelRequest] = field(default_factory=list)
+    failures: dict[KernelRequest, str] = field(default_factory=dict)
+
+
+def build_all(requests: Iterable[KernelRequest], *, workers: int | None = None) -> Builds:
+    """Compile kernels, each once, in as many processes as `workers` says. Failures are returned, not raised."""
+    if workers is not None and (not isinstance(workers, int) or workers < 1):
+        raise ValueError(f"workers must be a positive integer or None; got {workers!r}")
+    outcome, missing = Builds(), []
+    for request in dict.fromkeys(requests):
+        (outcome.cached if is_cached(request) else missing).append(request)
+    workers = min(workers or min(_cores(), _MOST_WORKERS), len(missing)) if sys.executable else 1
+    queue, lock = list(reversed(missing)), threading.Lock()
+
+    def serve():
+        worker = None
+        while True:
+            with lock:
+                if not queue:
+                    break
+                request = queue.pop()
+            try:
+                if workers == 1 or _is_of_main(request):
+                    compile_ptx(request)
+                else:
+                    worker = worker or _Worker()
+                    adopt(request, worker.build(request))
+                outcome.built.append(request)
+            except Exception as error:
+                outcome.failures[request] = str(error) if isinstance(error, (WorkerError, CompileError)) else f"{type(error).__name__}: {error}"
+                if worker is not None and worker.has_ended():
+                    worker = None
+        if worker is not None:
+            worker.close()
+
+    if workers == 1:
+        serve()
+    else:
+        threads = [threading.Thread(target=serve, name=f"numbaflash-warmup-{i}") for i in range(workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return outcome
+
+
+def _cores():
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _is_of_main(request):
+    """Another process cannot import what the user's script defines."""
+    return request.build.startswith("__main__:") or type(request.config).__module__ == "__main__"
+
+
+class WorkerError(RuntimeError):
+    """A compiler process failed; the message is the error's there."""
+
+
+_BOOT = "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from numbaflash.toolchain.warmup import serve_builds; serve_builds()"
+
+
+class _Worker:
+    def __init__(self):
+        self._process = subprocess.Popen([sys.executable, "-c", _BOOT], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        pickle.dump(sys.path, self._process.stdin)
+
+    def build(self, request):
+        try:
+            pickle.dump(pickle.dumps(request), self._process.stdin)
+            self._process.stdin.flush()
+            ok, answer = pickle.load(self._process.stdout)
+        except (OSError, EOFError) as error:
+            code = self._process.wait()
+            raise WorkerError(f"the compiler process ended with return code {code}" + (" (out of memory?)" if code == -9 else "")) from error
+        if not ok:
+            raise WorkerError(answer)
+        return answer
+
+    def has_ended(self):
+        return self._process.poll() is not None
+
+    def close(self):
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait()
+
+
+def serve_builds() -> None:
+    """Main loop of a compiler process: requests come on stdin, answers go to what was stdout (prints go to stderr)."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    while True:
+        try:
+            message = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:  # the request's own bytes apart: a class that cannot be imported here does not break the stream
+            answer = True, compile_ptx(pickle.loads(message))
+        except Exception as error:
+            answer = False, f"{type(error).__name__}: {error}"
+        pickle.dump(answer, answers)
+        answers.flush()
