@@ -1,0 +1,68 @@
+"""Attention problems to test kernels with: complete cases, the exact results, the accuracy rule, and random search.
+
+Needs NumPy alone, except `problems`, `problems_for`, `placements` and `fuzz`, which need Hypothesis (``pip install 'numbaflash[test]'``).
+
+`Case`
+    One problem with everything that decides a run; plain data, the same bits everywhere.
+`run_case`
+    Run a case on a kernel family, in an array library, or through your own kernel, and check everything.
+`expected`, `check_forward`, `compare`
+    Exact results and the accuracy rule, which `numbaflash.testing.accuracy` states.
+`problems`
+    Hypothesis strategy of cases.
+`fuzz`, `replay`
+    Random search on the present machine (``numbaflash fuzz`` on the command line), and a failing case run again.
+
+Examples
+--------
+>>> from numbaflash.testing import Case, check_forward
+>>> import numpy as np
+>>> case = Case(seqlen_q=1, seqlen_k=1, head_dim=2, head_dim_v=2)
+>>> v = case.memory()["v"].decoded()
+>>> check_forward(case, v.astype(np.float32)).out
+0.0
+"""
+
+from __future__ import annotations
+
+from .accuracy import Accuracy, AccuracyError, Expected, check_forward, compare, expected
+from .cases import Case, Memory, Placement
+from .fuzzing import fuzz, load, replay
+from .libraries import LIBRARIES, Operands, gpu_libraries, to_float64
+from .runner import WriteError, run_case
+from .values import HIDDEN, RECIPES, SENTINEL
+
+_STRATEGIES = ("placements", "problems", "problems_for")
+
+__all__ = [
+    "HIDDEN",
+    "LIBRARIES",
+    "RECIPES",
+    "SENTINEL",
+    "Accuracy",
+    "AccuracyError",
+    "Case",
+    "Expected",
+    "Memory",
+    "Operands",
+    "Placement",
+    "WriteError",
+    "check_forward",
+    "compare",
+    "expected",
+    "fuzz",
+    "gpu_libraries",
+    "load",
+    "replay",
+    "run_case",
+    "to_float64",
+    *_STRATEGIES,
+]
+
+
+def __getattr__(name):
+    if name in _STRATEGIES:
+        from . import strategies
+
+        return getattr(strategies, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

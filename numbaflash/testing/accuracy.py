@@ -1,0 +1,298 @@
+r"""How exact a result must be: the one place where tolerances are stated.
+
+Exact arithmetic on the given inputs yields, for a query, scores :math:`s_j`, weights :math:`p_j`, ``out`` :math:`o = \sum p_j v_j` and ``lse``.
+Everything a kernel may do differently is bounded element by element, from what it is allowed to round (first order, natural
+units). With ``eps`` the machine epsilon of the accumulation type (float32, or float64 for float64 problems), ``u`` the unit
+roundoff of the dtype, ``n`` the keys a query sees, and
+
+* :math:`A = \sum p_j |v_j|`, which no reordering of the sum changes, where ``out`` itself may cancel to nothing,
+* :math:`Q_j = |scale| \sum_d |q_d k_{jd}|`, the condition of a score: D products and additions lose at most ``D eps Q``, and scaling,
+  base-2 conversion and the subtraction of the maximum a few ``eps Q`` more,
+
+the budget is
+
+====================  =====================================================================  =====================================
+part                  out                                                                    lse
+====================  =====================================================================  =====================================
+scores                ``(D + 8) eps`` (:math:`\sum p_j Q_j |v_j| + |o| \sum p_j Q_j`)        ``(D + 8) eps`` :math:`\sum p_j Q_j`
+exp, rescaling        ``84 eps A``: 1e-5 in float32                                          ``84 eps``
+sums over keys        ``2 sqrt(n) eps A``, and ``n / 16 eps A`` where tensor cores truncate  ``(2 sqrt(n) + n / 16) eps``
+weights in 16 bits    ``min(u A, 4 u`` :math:`\sqrt{\sum p_j^2 v_j^2}` ``)``                 none: the sum takes unrounded weights
+result                ``3 u |o|``                                                            ``2 eps |lse|``
+underflow             ``tiny`` (:math:`\sum |v_j| / l + 2`)                                  none
+plain attention       twice its error, the largest in the row (16-bit dtypes only)           none
+====================  =====================================================================  =====================================
+
+Rounding the weights costs ``u A`` at worst. The roundings of different keys are independent of the values, so their sum has a standard
+deviation below :math:`u \sqrt{\sum p^2 v^2 / 3}`; four ``u`` is seven of those. ``tiny`` is what rounding loses near zero: 2**-25 in float16,
+the smallest normal number elsewhere (kernels may flush to zero).
+
+*Plain attention* rounds the scores, the softmax and the result to the dtype's significand (to nearest, no limit to the exponent)
+and is exact between these steps: three passes over memory in that dtype, as a framework without a fused kernel does it.
+
+In float64 everything doubles, because the reference has the same errors as the kernel. A row that sees no key must be exactly 0
+and -inf. NaN must stand where the reference has it and nowhere else.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .. import reference
+from ..problem import Problem
+from .cases import Case
+from .libraries import to_float64
+
+CHUNK = {"numpy": 2**20, "torch": 2**26}  # scores at a time
+
+
+class AccuracyError(AssertionError):
+    """A result is not what attention is; the message names the worst element and where the wrong ones lie."""
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """What the accuracy rule needs to know of a dtype."""
+
+    eps: float
+    unit: float
+    significand: int | None
+    tiny: float
+    factor: float = 1.0
+
+
+PRECISION = {
+    "float16": Precision(2.0**-23, 2.0**-11, 11, 2.0**-25),
+    "bfloat16": Precision(2.0**-23, 2.0**-8, 8, 2.0**-126),
+    "float32": Precision(2.0**-23, 2.0**-24, None, 2.0**-126),
+    "float64": Precision(2.0**-52, 2.0**-53, None, 2.0**-1022, factor=2.0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Exact results and how far each element may be from them. All float64, NumPy arrays or torch tensors.
+
+    Attributes
+    ----------
+    out, out_tolerance : array, (batch, seqlen_q, heads, head_dim_v)
+    lse, lse_tolerance : array, (batch, heads, seqlen_q)
+    """
+
+    out: Any
+    lse: Any
+    out_tolerance: Any
+    lse_tolerance: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """Largest error of each result in units of its tolerance (at most 1); ``lse`` is None when it was not checked."""
+
+    out: float
+    lse: float | None = None
+
+
+def expected(problem: Problem, q, k, v) -> Expected:
+    """Exact attention and its tolerances.
+
+    Parameters
+    ----------
+    problem : Problem
+    q, k, v : array_like or torch.Tensor
+        The inputs as the kernel gets them, any float dtype. NumPy arrays are computed by `numbaflash.reference`; torch tensors
+        are computed on their device by the same formulas, which makes large problems feasible on a GPU.
+
+    Returns
+    -------
+    Expected
+    """
+    if _is_torch(q):
+        xp, (q, k, v) = sys.modules["torch"], (to_float64(x) for x in (q, k, v))
+    else:
+        xp, (q, k, v) = np, (np.asarray(x, np.float64) for x in (q, k, v))
+    result = Expected(*(_new(xp, q, shape) for shape in (problem.out_shape, problem.lse_shape) * 2))
+    if not problem.seqlen_k or problem.is_empty:
+        result.out[...], result.lse[...], result.out_tolerance[...], result.lse_tolerance[...] = 0.0, -math.inf, 0.0, 0.0
+        return result
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore", under="ignore"):
+        _fill(xp, problem, q, k, v, result)
+    if xp is np:
+        result.out[...], result.lse[...] = reference.forward(problem, q, k, v)
+    return result
+
+
+def check_forward(case: Case, out, lse=None, *, known: Expected | None = None) -> Accuracy:
+    """Check the result of a case against the accuracy rule.
+
+    Parameters
+    ----------
+    case : Case
+    out : array, (batch, seqlen_q, heads, head_dim_v)
+        Of any library.
+    lse : array, (batch, heads, seqlen_q), optional
+        Not checked when None.
+    known : Expected, optional
+        What `expected` returns for this case, when it has been computed already.
+
+    Returns
+    -------
+    Accuracy
+
+    Raises
+    ------
+    AccuracyError
+        When an element is off by more than its tolerance, is NaN where it must not be, or is a number where it must be NaN; and when a
+        row without keys is not exactly 0 and -inf.
+    """
+    if known is None:
+        memory = case.memory()
+        known = expected(case.problem, *(memory[name].decoded() for name in "qkv"))
+    return compare(known, out, lse)
+
+
+def compare(known: Expected, out, lse=None) -> Accuracy:
+    """Check results against `Expected` ones; as `check_forward`, for arrays that belong to no `Case`."""
+    worst_out = _compare("out", ("b", "i", "h", "d"), out, known.out, known.out_tolerance)
+    if lse is None:
+        return Accuracy(worst_out)
+    return Accuracy(worst_out, _compare("lse", ("b", "h", "i"), lse, known.lse, known.lse_tolerance))
+
+
+def _new(xp, like, shape):
+    return xp.empty(shape, dtype=xp.float64, **({} if xp is np else {"device": like.device}))
+
+
+def _fill(xp, problem, q, k, v, result):
+    """Fill results and tolerances, a bounded number of scores at a time; heads of a group stand on an axis of their own."""
+    group, kv_heads = problem.group, problem.kv_heads
+    sq, sk, dv = problem.seqlen_q, problem.seqlen_k, problem.head_dim_v
+    lead = problem.batch * kv_heads
+    q = xp.moveaxis(q, 2, 1).reshape(lead, group, sq, problem.head_dim)
+    k = xp.moveaxis(k, 2, 1).reshape(lead, 1, sk, problem.head_dim)
+    v = xp.moveaxis(v, 2, 1).reshape(lead, 1, sk, dv)
+    chunk_size = CHUNK[xp.__name__]
+    rows = max(1, min(sq, chunk_size // (group * sk)))
+    leads = max(1, min(lead, chunk_size // (group * sk * rows)))
+    parts = [_new(xp, q, (lead, group, sq, dv)), _new(xp, q, (lead, group, sq))]
+    parts += [xp.empty_like(part) for part in parts]
+    where = {} if xp is np else {"device": q.device}
+    columns = xp.arange(sk, **where)
+    for row in range(0, sq, rows):
+        i = xp.arange(row, min(row + rows, sq), **where)[:, None] + problem.offset
+        seen = (i == i) & (columns == columns)
+        if problem.left is not None:
+            seen &= columns >= i - problem.left
+        if problem.right is not None:
+            seen &= columns <= i + problem.right
+        for first in range(0, lead, leads):
+            chunk = slice(first, first + leads)
+            block = _rows(xp, problem, q[chunk, :, row : row + rows], k[chunk], v[chunk], seen)
+            for part, values in zip(parts, block, strict=True):
+                part[chunk, :, row : row + rows] = values
+    shape = (problem.batch, problem.heads, sq)
+    result.out[...] = xp.moveaxis(parts[0].reshape(*shape, dv), 1, 2)
+    result.lse[...] = parts[1].reshape(shape)
+    result.out_tolerance[...] = xp.moveaxis(parts[2].reshape(*shape, dv), 1, 2)
+    result.lse_tolerance[...] = parts[3].reshape(shape)
+
+
+def _rows(xp, problem, q, k, v, seen):
+    """(out, lse, out tolerance, lse tolerance) of some query rows: q (n, group, rows, D), k (n, 1, Sk, D), v (n, 1, Sk, Dv), seen (rows, Sk)."""
+    precision = PRECISION[problem.dtype]
+    eps, unit = precision.eps, precision.unit
+    kt = xp.swapaxes(k, -1, -2)
+    raw = problem.scale * (q @ kt)
+    magnitude = xp.where(seen, abs(problem.scale) * (abs(q) @ abs(kt)), 0.0)
+    finite = xp.where(xp.isfinite(v), v, 0.0)
+
+    weights, total, lse = _softmax(xp, raw, seen)
+    out = weights @ finite
+    size = weights @ abs(finite)
+    spread = xp.sqrt((weights * weights) @ (finite * finite))
+    conditioned = weights * magnitude
+    condition = xp.sum(conditioned, -1)
+    n = xp.sum(seen, -1) * 1.0
+    sums = 2 * xp.sqrt(n) + (n / 16 if precision.significand else 0)
+
+    tolerance = (problem.head_dim + 8) * eps * (conditioned @ abs(finite) + condition[..., None] * abs(out))
+    tolerance += (84 + sums[:, None]) * eps * size
+    tolerance += 3 * unit * abs(out)
+    tolerance += precision.tiny * ((seen * 1.0) @ abs(finite) / total[..., None] + 2)
+    if precision.significand:
+        tolerance += xp.minimum(unit * size, 4 * unit * spread)
+        plain = _round(_softmax(xp, _round(raw, precision), seen)[0], precision)
+        plain = _round(plain @ finite, precision)
+        tolerance += 2 * xp.amax(abs(plain - out), -1)[..., None]
+    lse_tolerance = eps * ((problem.head_dim + 8) * condition + 84 + sums + 2 * abs(lse))
+
+    if not bool(xp.isfinite(v).all()):
+        for value in (math.nan, math.inf, -math.inf):
+            hit = xp.isnan(v) if math.isnan(value) else v == value
+            out = xp.where((seen * 1.0) @ (hit * 1.0) > 0, out + value, out)
+    empty = lse == -math.inf
+    return (
+        out,
+        lse,
+        xp.where(empty[..., None], 0.0, precision.factor * tolerance),
+        xp.where(empty, 0.0, precision.factor * lse_tolerance),
+    )
+
+
+def _softmax(xp, raw, seen):
+    """Weights, sum of exp(score - maximum) and log-sum-exp; a row that sees nothing gets 0, 1 and -inf."""
+    score = xp.where(seen, raw, -math.inf)
+    top = xp.amax(score, -1)
+    top = xp.where(top == -math.inf, 0.0, top)
+    weights = xp.exp(score - top[..., None])
+    total = xp.sum(weights, -1)
+    empty = total == 0.0
+    total = xp.where(empty, 1.0, total)
+    return weights / total[..., None], total, xp.where(empty, -math.inf, top + xp.log(total))
+
+
+def _round(x, precision):
+    """Nearest number with that many significand bits, no limit to the exponent (Veltkamp's splitting)."""
+    shifted = x * (2.0 ** (53 - precision.significand) + 1)
+    return shifted - (shifted - x)
+
+
+def _is_torch(array) -> bool:
+    return type(array).__module__.split(".")[0] == "torch"
+
+
+def _compare(name, axes, got, want, tolerance) -> float:
+    """Largest error in units of the tolerance; raises when it is above 1."""
+    got = to_float64(got)
+    if tuple(got.shape) != tuple(want.shape):
+        raise AccuracyError(f"{name} must have shape {tuple(want.shape)}; got {tuple(got.shape)}")
+    if _is_torch(want):
+        xp = sys.modules["torch"]
+        got = xp.as_tensor(got, device=want.device)
+    else:
+        xp = np
+        got = got.cpu().numpy() if _is_torch(got) else got
+    if not math.prod(want.shape):
+        return 0.0
+    with np.errstate(invalid="ignore"):
+        fine = (got == want) | (xp.isnan(got) & xp.isnan(want))
+        error = abs(got - want)
+        ratio = xp.where(xp.isfinite(error), error / xp.where(tolerance > 0, tolerance, 5e-324), math.inf)
+        ratio = xp.where(fine, 0.0, ratio)
+    worst = float(ratio.max())
+    if worst <= 1.0:
+        return worst
+    ratio = ratio.cpu().numpy() if _is_torch(ratio) else ratio
+    wrong = np.argwhere(ratio > 1.0)
+    at = tuple(int(x) for x in np.unravel_index(ratio.argmax(), ratio.shape))
+    where = ", ".join(f"{axis}={n}" for axis, n in zip(axes, at, strict=True))
+    ranges = ", ".join(f"{axis} {lo}..{hi}" for axis, lo, hi in zip(axes, wrong.min(axis=0), wrong.max(axis=0), strict=True))
+    raise AccuracyError(
+        f"{name}[{where}] is {float(got[at]):.9g}, expected {float(want[at]):.9g} with a tolerance of {float(tolerance[at]):.3g} "
+        f"(error / tolerance {worst:.3g}); {len(wrong)} of {ratio.size} elements are wrong, within {ranges}"
+    )

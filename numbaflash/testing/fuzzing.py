@@ -1,0 +1,292 @@
+"""Random search for cases that a kernel gets wrong, on the present machine, and their replay."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from ..dispatch import CPU, FAMILIES
+from ..problem import DTYPES
+from .cases import Case, Placement
+from .libraries import LIBRARIES, gpu_libraries, numpy_dtype
+from .runner import run_case
+
+REPORT_SECONDS = 5.0
+SHRINK_SECONDS = 60.0
+ROUND = 1000  # cases drawn with one Hypothesis seed
+
+
+def fuzz(
+    minutes: float = 1.0,
+    family: str | None = None,
+    seed: int | None = None,
+    *,
+    library: str | None = None,
+    kernel: Callable | None = None,
+    device: int = 0,
+    dtypes=None,
+    head_dims=None,
+    max_seqlen: int = 400,
+    work: int | None = None,
+    failure: str = "numbaflash-fuzz.json",
+    file=None,
+) -> int:
+    """Search for a failing case; print progress, and a minimal failing case that can be replayed.
+
+    Parameters
+    ----------
+    minutes : float
+        Time to search. After a failure, up to a minute more is spent on making the case smaller.
+    family : str, optional
+        Kernel family to force; None lets the dispatcher choose.
+    seed : int, optional
+        Of the search, so that it can be repeated; drawn and printed when None.
+    library : str, optional
+        One of `LIBRARIES`; by default the quickest one that reaches a GPU, NumPy without a GPU and for the cpu family.
+    kernel : callable, optional
+        Your own kernel to search instead of `numbaflash.forward`: ``kernel(q, k, v, scale=..., causal=..., window=...)`` that returns
+        ``out`` or ``(out, lse)``. Cases for which it raises NotImplementedError are passed over.
+    device : int
+        CUDA device ordinal.
+    dtypes, head_dims : sequence, optional
+        Restrict the search; by default all that the family has.
+    max_seqlen, work : int, optional
+        Bounds of a case, as `problems` takes them; ``work`` is 2**18 on the CPU and 2**21 on a GPU.
+    failure : str
+        File for a failing case. While a case runs it stands in ``failure + ".running"``, which is left over when the process dies.
+    file : text file, optional
+        Where to print, stdout by default.
+
+    Returns
+    -------
+    int
+        Exit status: 0 when no case failed, 1 otherwise.
+
+    Raises
+    ------
+    ValueError
+        For a wrong argument, or a family that cannot run here.
+    """
+    if not minutes > 0:
+        raise ValueError(f"minutes must be positive; got {minutes}")
+    if family is not None and family not in FAMILIES:
+        raise ValueError(f"family must be one of {', '.join(FAMILIES)} or None; got {family!r}")
+    library = _library(library, family)
+    where = _device(library, device)
+    seed = random.SystemRandom().randrange(2**32) if seed is None else seed
+    search = _Search(minutes, family, library, kernel, device, failure, file or sys.stdout)
+    try:
+        search.run(_strategy(library, family if kernel is None else None, where, dtypes, head_dims, max_seqlen, work), seed)
+    finally:
+        search.running.unlink(missing_ok=True)
+    return search.finish()
+
+
+def replay(path, family: str | None = None, library: str | None = None, *, kernel: Callable | None = None, device: int = 0, file=None) -> int:
+    """Run the case of a failure file (or of any file that holds the JSON of a `Case`) again.
+
+    Parameters
+    ----------
+    path : path
+    family, library : str, optional
+        Instead of those in the file.
+    kernel : callable, optional
+        As in `fuzz`.
+    device : int
+    file : text file, optional
+        Where to print, stdout by default.
+
+    Returns
+    -------
+    int
+        0 when the case passes, 1 when it fails.
+
+    Raises
+    ------
+    OSError
+        When the file cannot be read.
+    ValueError
+        When it holds no case.
+    """
+    file = file or sys.stdout
+    case, recorded = load(path)
+    family = family or recorded.get("family")
+    library = library or recorded.get("library") or _library(None, family)
+    print(case.snippet(family=family, library=library), file=file)
+    try:
+        accuracy = run_case(case, family, library, kernel=kernel, device=device)
+    except AssertionError as error:
+        print(f"{type(error).__name__}: {error}", file=file)
+        return 1
+    lse = "not checked" if accuracy.lse is None else f"{accuracy.lse:.3g}"
+    print(f"passes: error / tolerance {accuracy.out:.3g} in out, {lse} in lse", file=file)
+    return 0
+
+
+def load(path) -> tuple[Case, dict]:
+    """The case in a failure file, and what else stands there (family, library, error)."""
+    try:
+        data = json.loads(Path(path).read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} holds no case: {error}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} holds no case: expected a JSON object, got {type(data).__name__}")
+    if "case" not in data:
+        data = {"case": data}
+    return Case.from_json(json.dumps(data["case"])), data
+
+
+def _library(library, family) -> str:
+    if library is not None:
+        if library not in LIBRARIES:
+            raise ValueError(f"library must be one of {', '.join(LIBRARIES)}; got {library!r}")
+        return library
+    if family == "cpu":
+        return "numpy"
+    found = gpu_libraries()
+    if not found and family is not None:
+        raise ValueError(f"family {family} needs a CUDA device and CuPy, PyTorch or numba-cuda to reach it; none was found")
+    return found[0] if found else "numpy"
+
+
+def _device(library, index):
+    if library in ("numpy", "torch"):
+        return CPU
+    from .. import toolchain
+
+    return toolchain.device(index)
+
+
+def _strategy(library, family, where, dtypes, head_dims, max_seqlen, work):
+    from .strategies import problems_for
+
+    dtypes = list(DTYPES if dtypes is None else dtypes)
+    if library in ("numpy", "cupy"):
+        try:
+            numpy_dtype("bfloat16")
+        except ImportError:
+            dtypes = [d for d in dtypes if d != "bfloat16"]
+    missing = {"numba": "bfloat16", "jax": "float64"}.get(library)
+    dtypes = [d for d in dtypes if d != missing]
+    if not dtypes:
+        raise ValueError(f"dtypes must hold one that {library} has here; got {missing}")
+    work = work or (2**18 if where.kind == "cpu" else 2**21)
+    return problems_for(family, where, dtypes=tuple(dtypes), head_dims=head_dims, max_seqlen=max_seqlen, work=work)
+
+
+class _Search:
+    """The state of one search. Calling it runs one case; once it has stopped, every case passes at once, which ends Hypothesis' round."""
+
+    def __init__(self, minutes, family, library, kernel, device, failure, file):
+        self.family, self.library, self.kernel, self.device, self.file = family, library, kernel, device, file
+        self.failure, self.running = Path(failure), Path(f"{failure}.running")
+        self.began = self.reported = time.monotonic()
+        self.until = self.began + 60 * minutes
+        self.cases = 0
+        self.seen = Counter()
+        self.failing: Case | None = None
+        self.error: Exception | None = None
+        self.fatal = False
+
+    def run(self, strategy, seed):
+        import hypothesis as hy
+
+        settings = hy.settings(
+            max_examples=ROUND,
+            database=None,
+            deadline=None,
+            derandomize=False,
+            phases=(hy.Phase.generate, hy.Phase.shrink),
+            suppress_health_check=list(hy.HealthCheck),
+            report_multiple_bugs=False,
+            verbosity=hy.Verbosity.quiet,
+        )
+        self._print(f"fuzz: {self.family or 'any family'}, {self.library}, seed {seed}")
+        number = seed
+        while not self._over():
+
+            @hy.seed(number)
+            @settings
+            @hy.given(strategy)
+            def search(case):
+                self(case)
+
+            try:
+                search()
+            except Exception:  # the failure itself, or Hypothesis' word that it does not repeat (time over, device lost, a race)
+                if self.failing is None:
+                    raise
+                return
+            number += 1
+
+    def __call__(self, case):
+        if self._over():
+            return
+        self.running.write_text(self._record(case))
+        try:
+            run_case(case, self.family if self.kernel is None else None, self.library, kernel=self.kernel, device=self.device)
+        except NotImplementedError:
+            self.seen["unsupported"] += 1
+        except Exception as error:
+            if self.failing is None:
+                self.until = time.monotonic() + SHRINK_SECONDS
+                self.fatal = not isinstance(error, AssertionError) and self.library not in ("numpy", "torch")
+                self._print(f"case {self.cases + 1} fails ({type(error).__name__}); making it smaller")
+            elif type(error) is not type(self.error):
+                return
+            self.failing, self.error = case, error
+            self.cases += 1
+            raise
+        self.cases += 1
+        self._count(case)
+        if time.monotonic() - self.reported >= REPORT_SECONDS:
+            self._report()
+
+    def _over(self):
+        """Time is over, or the device is lost: after a CUDA error nothing that follows in this process means anything."""
+        return self.fatal or time.monotonic() >= self.until
+
+    def _count(self, case):
+        self.seen[case.dtype] += 1
+        options = {
+            "causal": bool(case.causal),
+            "window": case.window is not None,
+            "grouped": case.heads > case.kv_heads > 0,
+            "strided": any(getattr(case, name) != Placement() for name in "qkv"),
+            "nan/inf hidden": case.hidden != "finite",
+            "no keys": case.seqlen_k == 0,
+        }
+        self.seen.update(name for name, present in options.items() if present)
+
+    def _report(self):
+        self.reported = time.monotonic()
+        seconds = self.reported - self.began
+        counts = ", ".join(f"{name} {n}" for name, n in self.seen.most_common())
+        self._print(f"{seconds:6.0f} s  {self.cases} cases  {self.cases / seconds:.1f}/s  {counts}")
+
+    def finish(self) -> int:
+        self._report()
+        if self.failing is None:
+            self._print("no case failed")
+            return 0
+        self.failure.write_text(self._record(self.failing))
+        family = f" --family {self.family}" if self.family else ""
+        self._print(
+            f"\n{type(self.error).__name__}: {self.error}\n\n{self.failing.snippet(family=self.family, library=self.library)}\n"
+            f"numbaflash fuzz{family} --replay {self.failure}"
+        )
+        return 1
+
+    def _record(self, case):
+        data = {"case": json.loads(case.to_json()), "family": self.family, "library": self.library}
+        if self.error is not None:
+            data["error"] = f"{type(self.error).__name__}: {self.error}"
+        return json.dumps(data, indent=1) + "\n"
+
+    def _print(self, text):
+        print(text, file=self.file, flush=True)

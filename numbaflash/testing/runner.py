@@ -1,0 +1,120 @@
+"""Run a case and watch everything: the result, what was written where, and that the inputs are as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ..dispatch import use_family
+from .accuracy import Accuracy, AccuracyError, Expected, check_forward, expected
+from .cases import Case
+from .libraries import Operands
+from .values import SENTINEL
+
+REFERENCE_ON_GPU = 2**22  # scores from which torch's GPU computes the reference
+
+
+class WriteError(AssertionError):
+    """A call wrote where it must not, or left part of its result unwritten."""
+
+
+def run_case(
+    case: Case, family: str | None = None, library: str = "numpy", *, kernel: Callable | None = None, device: int = 0, known: Expected | None = None
+) -> Accuracy:
+    """Run a case and check all that can be checked.
+
+    ``out`` and ``lse``, and the memory around every operand, hold NaN before the call. Afterwards
+
+    * every element of ``out`` and ``lse`` has been written, and nothing around them,
+    * the inputs and the memory around them are unchanged, bit for bit,
+    * results handed in are the results returned; results allocated are of the inputs' library, of the right shape and dtype,
+    * `check_forward` holds.
+
+    Parameters
+    ----------
+    case : Case
+    family : str, optional
+        Kernel family to force; None lets the dispatcher choose.
+    library : str
+        One of `LIBRARIES`.
+    kernel : callable, optional
+        ``kernel(q, k, v, scale=..., causal=..., window=...)`` returning ``out`` or ``(out, lse)`` (lse natural, (batch, heads, seqlen_q)),
+        checked instead of `numbaflash.forward`. ``out=`` and ``lse=`` are not handed to it.
+    device : int
+        CUDA device ordinal for libraries on the GPU.
+    known : Expected, optional
+        What `expected` returns for this case, when it has been computed already.
+
+    Returns
+    -------
+    Accuracy
+
+    Raises
+    ------
+    AccuracyError
+        When a result is wrong.
+    WriteError
+        When memory was written that must not be, or was not written that must be.
+    UnsupportedError
+        When no kernel (of the family) can compute the case.
+    """
+    operands = Operands(case, library, device)
+    q, k, v = (operands.arrays[name] for name in "qkv")
+    given = {}
+    if kernel is None and case.give_out and "out" in operands.arrays:
+        given = {name: operands.arrays[name] for name in ("out", "lse")[: 1 + case.return_lse]}
+    with use_family(family):
+        result = _forward(case, q, k, v, given) if kernel is None else kernel(q, k, v, **case.options)
+    out, lse = result if isinstance(result, tuple) else (result, None)
+    if kernel is None:
+        _check_kind(case, given, q, out, lse)
+    accuracy = check_forward(case, out, lse, known=known or _expected(case, operands))
+    _check_memory(operands, given)
+    return accuracy
+
+
+def _forward(case, q, k, v, given):
+    from .. import forward
+
+    return forward(q, k, v, return_lse=case.return_lse, **case.options, **given)
+
+
+def _expected(case, operands):
+    if operands.library == "torch-cuda" and case.work >= REFERENCE_ON_GPU:
+        return expected(case.problem, *(operands.arrays[name] for name in "qkv"))
+    return expected(case.problem, *(operands.memory[name].decoded() for name in "qkv"))
+
+
+def _check_kind(case, given, q, out, lse):
+    if case.return_lse != (lse is not None):
+        raise AccuracyError(f"return_lse={case.return_lse} must decide whether lse is returned; got {type(lse).__name__}")
+    for name, array in (("out", out), ("lse", lse)):
+        if name in given and array is not given[name]:
+            raise AccuracyError(f"{name} returned must be the {name} handed in; got another {type(array).__name__}")
+        if array is not None and type(array) is not type(q):
+            raise AccuracyError(f"{name} must be of the inputs' type {type(q).__name__}; got {type(array).__name__}")
+    wanted = {"out": case.dtype, "lse": case.problem.lse_dtype}
+    for name, array in (("out", out), ("lse", lse)):
+        if array is not None and str(array.dtype).removeprefix("torch.") != wanted[name]:
+            raise AccuracyError(f"{name} must have dtype {wanted[name]}; got {array.dtype}")
+
+
+def _check_memory(operands, given):
+    for name in operands.arrays:
+        memory, bits = operands.memory[name], operands.bits(name)
+        if name in given:
+            changed = (bits != memory.bits) & memory.outside()
+            if changed.any():
+                raise WriteError(f"{_listing(changed, memory)} outside {name} (shape {memory.shape}, strides {memory.strides}) were written")
+            unwritten = memory.view(bits) == SENTINEL[memory.dtype]
+            if unwritten.any():
+                at = tuple(int(x) for x in np.argwhere(unwritten)[0])
+                raise WriteError(f"{int(unwritten.sum())} of {unwritten.size} elements of {name} were never written, the first at {at}")
+        elif (bits != memory.bits).any():
+            raise WriteError(f"{_listing(bits != memory.bits, memory)} of {name}, which must stay as it is, were written")
+
+
+def _listing(changed, memory):
+    at = np.flatnonzero(changed) - memory.first
+    return f"{at.size} elements (the first {int(at[0])}, the last {int(at[-1])} elements from its first)"

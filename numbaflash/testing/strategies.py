@@ -1,0 +1,194 @@
+"""Hypothesis strategies for attention problems. Simple cases come first, so a failing case shrinks to a small, plain one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+try:
+    from hypothesis import strategies as st
+except ImportError as error:
+    raise ImportError("numbaflash.testing needs Hypothesis here: pip install 'numbaflash[test]'") from error
+
+from ..dispatch import CPU, OPERANDS, family
+from ..problem import DTYPES, MAX_HEAD_DIM, make_problem
+from .cases import Case, Placement
+from .values import HIDDEN, RECIPES
+
+EDGES = (15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 175, 176, 177, 191, 192, 193, 255, 256, 257)
+"""Lengths around the tile sizes of the kernels."""
+
+HEAD_DIMS = (1, 2, 3, 8, 16, 17, 32, 40, 64, 72, 80, 96, 120, 128, 136, 160, 192, 200, 248, 255, 256)
+
+
+def lengths(max_length: int, min_length: int = 1):
+    """Sequence lengths: small ones, the edges of tiles, and any other up to ``max_length``."""
+    edges = [n for n in EDGES if min_length <= n <= max_length]
+    choices = [st.integers(min_length, min(8, max_length)), st.integers(min_length, max_length)]
+    if edges:
+        choices.insert(1, st.sampled_from(edges))
+    return st.one_of(choices)
+
+
+@st.composite
+def placements(draw, rank: int, *, broadcast: bool = True):
+    """Memory layouts of an operand of ``rank`` axes: contiguous, transposed, sliced, padded, reversed, broadcast, misaligned."""
+    kind = draw(st.sampled_from(("contiguous", "transposed", "padded", "sliced", "any")))
+    if kind == "contiguous":
+        return Placement(offset=draw(st.sampled_from((0, 0, 1, 8))))
+    transposed = (0, 2, 1, 3)[:rank]
+    if kind == "transposed":
+        return Placement(order=transposed)
+    pads = st.lists(st.integers(0, 9), min_size=rank, max_size=rank).map(tuple)
+    if kind == "padded":
+        return Placement(order=draw(st.sampled_from(((), transposed))), pad=(0,) * (rank - 1) + (draw(st.sampled_from((8, 16, 1, 7))),))
+    if kind == "sliced":
+        return Placement(step=draw(_steps(rank, (1, 2, 3))), pad=draw(pads), offset=draw(st.integers(0, 16)))
+    steps = (1, 2, -1, -2, 0) if broadcast else (1, 2, -1, -2)
+    order = draw(st.permutations(range(rank)).map(tuple))
+    return Placement(order=order, step=draw(_steps(rank, steps)), pad=draw(pads), offset=draw(st.integers(0, 16)))
+
+
+def _steps(rank, choices):
+    return st.lists(st.sampled_from(choices), min_size=rank, max_size=rank).map(tuple)
+
+
+def scales():
+    """None, 0, negative, small and large scales."""
+    return st.one_of(st.none(), st.sampled_from((0.0, 1.0, -0.125, 1e-3, 4.0)), st.floats(-2, 2, width=32))
+
+
+def windows(max_length: int):
+    """None or (left, right), each side possibly unbounded, small, near the length, or far beyond it."""
+    side = st.one_of(st.none(), st.integers(0, 8), st.integers(0, max_length + 1), st.sampled_from((63, 64, 128, 2**31, 2**40)))
+    return st.one_of(st.none(), st.tuples(side, side))
+
+
+@st.composite
+def problems(
+    draw,
+    *,
+    dtypes=DTYPES,
+    head_dims=None,
+    max_seqlen: int = 300,
+    work: int = 2**18,
+    values=RECIPES,
+    hidden=HIDDEN,
+    strided: bool = True,
+    empty: bool = True,
+):
+    """Complete attention problems.
+
+    Parameters
+    ----------
+    dtypes : sequence of str
+        Element types to draw from.
+    head_dims : sequence of int, optional
+        Head dims to draw from, for kernels that have only some; all from 1 to 256 otherwise. ``head_dim_v`` may differ from ``head_dim``.
+    max_seqlen : int
+        Largest sequence length.
+    work : int
+        Largest number of scores, batch * heads * seqlen_q * seqlen_k: what bounds the time of a case.
+    values, hidden : sequence of str
+        Recipes for what is seen and for what is not; see `RECIPES` and `HIDDEN`.
+    strided : bool
+        Draw memory layouts; everything is contiguous otherwise.
+    empty : bool
+        Now and then a size of zero.
+
+    Returns
+    -------
+    strategy of Case
+    """
+    dims = st.one_of(st.sampled_from(HEAD_DIMS), st.integers(1, MAX_HEAD_DIM)) if head_dims is None else st.sampled_from(sorted(head_dims))
+    dtype = draw(st.sampled_from(tuple(dtypes)))
+    seqlen_k = draw(lengths(min(max_seqlen, work)))
+    seqlen_q = draw(lengths(max(1, min(max_seqlen, work // seqlen_k))))
+    room = work // (seqlen_q * seqlen_k)
+    kv_heads = draw(st.integers(1, max(1, min(4, room))))
+    group = draw(st.sampled_from([g for g in (1, 2, 3, 4, 5, 8, 16) if g == 1 or g * kv_heads <= room]))
+    batch = draw(st.integers(1, max(1, min(3, room // (kv_heads * group)))))
+    heads = kv_heads * group
+    head_dim = draw(dims)
+    head_dim_v = head_dim if draw(st.integers(0, 2)) < 2 else draw(dims)
+    zero = draw(st.integers(0, 39)) if empty else 0
+    if zero == 39:
+        batch = 0
+    elif zero == 38:
+        seqlen_q = 0
+    elif zero == 37:
+        heads = 0
+    elif zero in (34, 35, 36):
+        seqlen_k = 0
+    case = Case(
+        dtype=dtype,
+        batch=batch,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        scale=draw(scales()),
+        causal=draw(st.sampled_from((False, True, "top_left"))),
+        window=draw(windows(max(seqlen_q, seqlen_k))),
+        values=draw(st.sampled_from(tuple(values))),
+        hidden=draw(st.sampled_from(tuple(hidden))),
+        give_out=draw(st.booleans()),
+        return_lse=draw(st.sampled_from((True, True, False))),
+        seed=draw(st.integers(0, 2**16)),
+    )
+    if not strided:
+        return case
+    drawn = {}
+    for name in OPERANDS:
+        shape = getattr(case.problem, f"{name}_shape")
+        drawn[name] = _bounded(draw(placements(len(shape), broadcast=name in "qkv")), shape)
+    return replace(case, **drawn)
+
+
+def _bounded(placement, shape):
+    """The same layout without its gaps where they would take too much memory."""
+    if placement.resolve(shape)[0] <= max(2**16, 3 * math.prod(shape)):
+        return placement
+    return replace(
+        placement, step=tuple(max(-1, min(1, s)) for s in placement.step), pad=placement.pad and (0,) * (len(shape) - 1) + placement.pad[-1:]
+    )
+
+
+def problems_for(name: str | None, device=CPU, **options):
+    """`problems` of the dtypes and head dims that a kernel family has on a device.
+
+    Parameters
+    ----------
+    name : str or None
+        Family; None draws everything.
+    device : numbaflash.dispatch.Device
+    **options
+        As `problems` takes them.
+
+    Raises
+    ------
+    ValueError
+        When the family has nothing on this device; the message holds its reason.
+    """
+    if name is None:
+        return problems(**options)
+    dtypes, head_dims, reason = [], set(), ""
+    for dtype in options.pop("dtypes", DTYPES):
+        dims = []
+        for dim in range(1, MAX_HEAD_DIM + 1):
+            shape = (1, 1, 1, dim)
+            reasons = family(name).supports(make_problem(shape, shape, shape, (dtype,) * 3), device)
+            reason = reasons[0] if reasons else reason
+            if not reasons:
+                dims.append(dim)
+        if dims:
+            dtypes.append(dtype)
+            head_dims.update(dims)
+    if not dtypes:
+        raise ValueError(f"family {name} can compute nothing on {device.name}: {reason}")
+    if options.get("head_dims") is not None:
+        head_dims &= set(options["head_dims"])
+    options["head_dims"] = sorted(head_dims) if len(head_dims) < MAX_HEAD_DIM else None
+    return problems(dtypes=tuple(dtypes), **options)
