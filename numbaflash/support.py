@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, replace
 
 from . import dispatch
+from .arrays import contiguous_strides
 from .dispatch import CPU, Device, Layout, Layouts
 from .problem import DTYPES, ITEMSIZE, MAX_HEAD_DIM, Problem, make_problem
 
@@ -54,11 +55,7 @@ def contiguous_layouts(problem: Problem, *, lse: bool = True) -> Layouts:
     """Layouts of C-contiguous, aligned operands of a problem."""
 
     def layout(shape, itemsize):
-        strides, step = [], itemsize
-        for n in reversed(shape):
-            strides.append(step)
-            step *= max(n, 1)
-        return Layout(tuple(shape), tuple(reversed(strides)), 16)
+        return Layout(shape, contiguous_strides(shape, itemsize))
 
     size = ITEMSIZE[problem.dtype]
     return Layouts(

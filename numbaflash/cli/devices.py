@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 
+from ..dispatch import CPU, Device
+from ..support import assumed_device
 from .errors import CommandError
 from .measure import peak_host_bytes
 
@@ -160,6 +162,20 @@ class NumbaCuda:
     def synchronize(self):
         with self.gpu:
             self.cuda.synchronize()
+
+
+def planned_device(name: str) -> Device:
+    """The device of "cpu", "cuda:INDEX" or an architecture such as "sm_90", which need not be there."""
+    if name == "cpu":
+        return CPU
+    if name.startswith("sm_"):
+        return assumed_device(name)
+    kind, _, index = name.partition(":")
+    if kind != "cuda":
+        raise CommandError(f"--device must be cpu, cuda:INDEX or an architecture such as sm_90 here; got {name}")
+    from .. import toolchain
+
+    return toolchain.device(int(index))
 
 
 def open_device(name: str, dtype: str):

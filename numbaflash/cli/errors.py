@@ -14,7 +14,7 @@ def reported():
     """Around what depends on the person's arguments and files: its errors become one line."""
     try:
         yield
-    except (TypeError, ValueError, NotImplementedError, ImportError, OSError) as error:
-        if isinstance(error, BrokenPipeError):
-            raise
+    except BrokenPipeError:
+        raise
+    except (TypeError, ValueError, RuntimeError, ImportError, OSError) as error:  # RuntimeError: NotImplementedError, CompileError, CudaError
         raise CommandError(str(error)) from error

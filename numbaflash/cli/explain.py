@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from . import options
-from .errors import CommandError, reported
+from .errors import reported
 
 
 def add_parser(commands) -> argparse.ArgumentParser:
@@ -16,17 +16,21 @@ def add_parser(commands) -> argparse.ArgumentParser:
     )
     options.add_shape(parser, seqlen=4096, heads=16, head_dim=128)
     options.add_attention(parser)
-    options.add_choice(parser, device="cpu", device_help="cpu, cuda:INDEX, or an architecture such as sm_90")
+    options.add_choice(parser, device="cpu", device_help="cpu, cuda:INDEX, or an architecture such as sm_90", dtype="float32")
     parser.add_argument("--lse", action="store_true", help="plan for a call that also returns lse")
     return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ..dispatch import use_family
+    from ..dispatch import make_plan, use_family
     from ..problem import make_problem
-    from ..support import contiguous_layouts, hypothetical_device
+    from ..support import contiguous_layouts
+    from .devices import planned_device
 
-    with reported():
-        dtype = arguments.dtype or "float32"
-        problem = make_problem(*options.shapes(arguments), (dtype,) * 3, **options.attention(arguments))
-        raise CommandError("todo")
+    with reported(), use_family(arguments.family):
+        problem = make_problem(*options.shapes(arguments), (arguments.dtype,) * 3, **options.attention(arguments))
+        if problem.is_empty:
+            print("nothing to compute: the result has no element")
+            return 0
+        print(make_plan(problem, contiguous_layouts(problem, lse=arguments.lse), planned_device(arguments.device)))
+    return 0

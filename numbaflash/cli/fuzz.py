@@ -1,0 +1,53 @@
+"""``numbaflash fuzz``: search this machine for a problem that a kernel gets wrong."""
+
+from __future__ import annotations
+
+import argparse
+
+from ..dispatch import FAMILIES
+from ..problem import DTYPES
+from .errors import CommandError, reported
+
+
+def add_parser(commands) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        "fuzz",
+        help="search this machine for a problem that a kernel gets wrong",
+        description="Runs random problems (shapes, strides, dtypes, options, nasty values) and compares each with the float64 reference. "
+        "A failing one is made small and written to a file for --replay. Exit status 1 when one failed.",
+    )
+    parser.add_argument("--minutes", type=float, help="time to search (default: 1)")
+    parser.add_argument("--family", choices=FAMILIES, help="kernel family to force (default: the best that can)")
+    parser.add_argument("--library", help="array library to call through (default: the quickest that reaches a GPU, else numpy)")
+    parser.add_argument("--device", type=int, default=0, metavar="INDEX", help="CUDA device (default: %(default)s)")
+    search = parser.add_argument_group("search")
+    search.add_argument("--seed", type=int, help="repeat a search (default: drawn and printed)")
+    search.add_argument("--dtype", action="append", choices=DTYPES, help="only this element type; may be given several times")
+    search.add_argument("--head-dim", action="append", type=int, help="only this head dim; may be given several times")
+    search.add_argument("--max-seqlen", type=int, help="longest sequence (default: 400)")
+    search.add_argument("--failure", metavar="FILE", help="where a failing case goes (default: numbaflash-fuzz.json)")
+    parser.add_argument("--replay", metavar="FILE", help="run the case in FILE again instead of searching")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    chosen = {
+        name: getattr(arguments, option)
+        for name, option in (
+            ("minutes", "minutes"),
+            ("seed", "seed"),
+            ("dtypes", "dtype"),
+            ("head_dims", "head_dim"),
+            ("max_seqlen", "max_seqlen"),
+            ("failure", "failure"),
+        )
+        if getattr(arguments, option) is not None
+    }
+    with reported():
+        from .. import testing
+
+        if arguments.replay is not None:
+            if chosen:
+                raise CommandError(f"--replay runs one case, without a search; leave out {', '.join(chosen)}")
+            return testing.replay(arguments.replay, arguments.family, arguments.library, device=arguments.device)
+        return testing.fuzz(family=arguments.family, library=arguments.library, device=arguments.device, **chosen)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 
 from ..dispatch import FAMILIES
 from ..problem import DTYPES
@@ -27,10 +28,10 @@ def attention(arguments: argparse.Namespace) -> dict:
     return {"scale": arguments.scale, "causal": "top_left" if arguments.top_left else arguments.causal, "window": arguments.window}
 
 
-def add_choice(parser: argparse.ArgumentParser, *, device: str, device_help: str) -> None:
+def add_choice(parser: argparse.ArgumentParser, *, device: str, device_help: str, dtype: str | None = None) -> None:
     """--dtype, --family, --device."""
     group = parser.add_argument_group("where and how")
-    group.add_argument("--dtype", choices=DTYPES, help="element type of the computation")
+    group.add_argument("--dtype", choices=DTYPES, default=dtype, help=f"element type of the computation{f' (default: {dtype})' if dtype else ''}")
     group.add_argument("--family", choices=FAMILIES, help="force a kernel family (default: the best that can)")
     group.add_argument("--device", type=device_name, default=device, metavar="DEVICE", help=f"{device_help} (default: {device})")
 
@@ -76,6 +77,6 @@ def device_name(text: str) -> str:
     """Check the spelling of a device; which spellings a command takes is for the command to say."""
     text = text.lower()
     kind, _, index = text.partition(":")
-    if text in ("cpu", "auto", "cuda") or (kind == "cuda" and index.isdigit()) or (text.startswith("sm_") and text[3:].isdigit() and len(text) >= 5):
+    if text in ("cpu", "auto", "cuda") or (kind == "cuda" and index.isdecimal()) or re.fullmatch(r"sm_\d{2,3}a?", text):
         return "cuda:0" if text == "cuda" else text
     raise argparse.ArgumentTypeError(f"must be cpu, cuda:INDEX or a GPU architecture such as sm_90; got {text!r}")

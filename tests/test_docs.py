@@ -1,0 +1,127 @@
+"""The README and the documentation: their examples run, their figures and tables are what the code says, their pages build.
+
+A Python block runs after those above it on its page. ``<!-- needs: gpu cupy -->`` above a block names what it needs beyond
+NumPy; without that it is only compiled. Lines that start with ``>>>`` are checked against the output below them.
+"""
+
+from __future__ import annotations
+
+import doctest
+import importlib.util
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^(?:<!-- needs: (?P<needs>[\w ,]+) -->\n)?```python\n(?P<code>.*?)^```$", re.M | re.S)
+
+
+@dataclass(frozen=True)
+class Example:
+    page: Path
+    line: int
+    needs: tuple[str, ...]
+    code: str
+
+    def __str__(self):
+        return f"{self.page.name}:{self.line}"
+
+    def missing(self) -> list[str]:
+        return [need for need in self.needs if not available(need)]
+
+    def run(self, names: dict) -> None:
+        if self.code.startswith(">>>"):
+            test = doctest.DocTestParser().get_doctest(self.code, names, str(self), str(self.page), self.line)
+            runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+            report = []
+            assert runner.run(test, out=report.append, clear_globs=False).failed == 0, "".join(report)
+            names.update(test.globs)
+        else:
+            exec(compile("\n" * self.line + self.code, self.page, "exec"), names)
+
+
+def available(need: str) -> bool:
+    if need == "gpu":
+        from numbaflash.toolchain import device_count
+
+        return device_count() > 0
+    return importlib.util.find_spec(need) is not None
+
+
+def examples(page: Path) -> list[Example]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        Example(page, text.count("\n", 0, found.start("code")), tuple(re.findall(r"\w+", found["needs"] or "")), found["code"])
+        for found in BLOCK.finditer(text)
+    ]
+
+
+def runnable_pages():
+    return [page for page in PAGES if examples(page)]
+
+
+@pytest.mark.parametrize("page", runnable_pages(), ids=lambda page: page.name)
+def test_examples_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "__main__"}
+    for example in examples(page):
+        if not example.missing():
+            example.run(names)
+
+
+@pytest.mark.parametrize("example", [e for page in PAGES for e in examples(page) if e.needs], ids=str)
+def test_examples_with_needs(example):
+    if example.code.startswith(">>>"):
+        assert doctest.DocTestParser().get_examples(example.code)
+    else:
+        compile(example.code, str(example), "exec")
+    if example.missing():
+        pytest.skip(f"compiled only: needs {', '.join(example.missing())}")
+
+
+def test_every_python_block_is_an_example():
+    for page in PAGES:
+        assert page.read_text(encoding="utf-8").count("```python") == len(examples(page)), f"{page.name} has a Python block that no test runs"
+
+
+def figures():
+    spec = importlib.util.spec_from_file_location("draw", ROOT / "docs" / "figures" / "draw.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.FIGURES
+
+
+@pytest.mark.parametrize("name", ["tiling", "band"])
+def test_figures_are_drawn_by_the_code(name):
+    drawn = str(figures()[name]())
+    assert (ROOT / "docs" / "figures" / f"{name}.svg").read_text(encoding="utf-8") == drawn, "run: python docs/figures/draw.py"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
+def test_support_table_is_what_the_families_say(page):
+    from numbaflash.support import markdown
+
+    found = re.search(r"<!-- numbaflash support -->\n(.*?)\n<!-- end -->", (ROOT / page).read_text(encoding="utf-8"), re.S)
+    assert found is not None, f"{page} has no support table"
+    assert found[1].strip() == markdown(), "run: python docs/tables.py"
+
+
+def test_links_between_pages():
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?:|#|mailto:)([^)#]+)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_pages_build(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "-d", tmp_path / "trees", ROOT / "docs", tmp_path / "html"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "html" / "index.html").stat().st_size > 5000
