@@ -54,6 +54,7 @@ def plot(recs, path) -> list[Path]:
             for column, dim in enumerate(dims):
                 _panel(panels[row][column], cells, dim, mask, libraries)
             panels[row][0].set_ylabel("TFLOP/s")
+        panels[0][0].set_ylim(0, 1.06 * max(r["tflops"] for r in group))  # shared by all
         for panel in panels[-1]:
             panel.set_xlabel("sequence length")
         lines = {line.get_label(): line for panel in panels.flat for line in panel.get_lines()}
@@ -89,6 +90,5 @@ def _panel(panel, cells, dim, mask, libraries):
         )
     panel.set_title(f"D = {dim}, {'causal' if mask is True else 'full' if mask is False else mask}")
     panel.set_xticks(range(len(lengths)), [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths])
-    panel.set_ylim(bottom=0)
     panel.grid(axis="y", color="#dddddd", linewidth=0.8)
     panel.spines[["top", "right"]].set_visible(False)

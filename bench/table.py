@@ -6,6 +6,7 @@ A ratio is the best peer's time over numbaflash's, within one run: above 1, numb
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from statistics import median
@@ -16,7 +17,7 @@ from .progress import colour_wanted
 
 OURS = "numbaflash"
 BASELINE = "dense"
-METRICS = ("tflops", "ms")
+METRICS = {"tflops": "TFLOP/s", "ms": "ms"}
 GREEN, YELLOW, RED, RESET = "\033[32m", "\033[33m", "\033[31m", "\033[0m"
 SHORT = {long: short for short, long in DTYPES.items()}
 
@@ -72,7 +73,7 @@ def forward_table(recs, *, metric="tflops", markdown=False, colour=False) -> str
     lines, section = [], None
     for cell in sorted(cells, key=_order):
         values, place = dict(zip(records.CELL, cell, strict=True)), cells[cell]
-        title = f"{SHORT.get(values['dtype'], values['dtype'])}, {_heads(values)}, {metric}"
+        title = f"{SHORT.get(values['dtype'], values['dtype'])}, {_heads(values)}, {METRICS[metric]}"
         if title != section:
             section = title
             lines += _heading(title, head, markdown)
@@ -218,18 +219,25 @@ def main(arguments=None) -> int:
     colour = colour_wanted() and not options.markdown
     try:
         if comparing:
-            print(compare(records.read(options.before), records.read(options.after), markdown=options.markdown, colour=colour))
-            return 0
-        recs = records.read(*options.files)
-        timed = [r for r in recs if not r.get("quantity")]
-        if timed:
-            print(forward_table(timed, metric=options.metric, markdown=options.markdown, colour=colour))
-            print("\n" + summary(timed))
-        if len(timed) < len(recs):
-            print(latency_table(recs, markdown=options.markdown))
+            text = compare(records.read(options.before), records.read(options.after), markdown=options.markdown, colour=colour)
+        else:
+            text = tables(records.read(*options.files), metric=options.metric, markdown=options.markdown, colour=colour)
     except (OSError, ValueError) as error:
         parser.error(str(error))
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # the reader, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def tables(recs, *, metric="tflops", markdown=False, colour=False) -> str:
+    """What there is to show of some records: forward cells and their summary, then other quantities."""
+    timed = [r for r in recs if not r.get("quantity")]
+    parts = [forward_table(timed, metric=metric, markdown=markdown, colour=colour), summary(timed)] if timed else []
+    if len(timed) < len(recs):
+        parts.append(latency_table(recs, markdown=markdown))
+    return "\n\n".join(parts)
 
 
 if __name__ == "__main__":

@@ -14,34 +14,9 @@ from dataclasses import dataclass, field
 from statistics import median
 
 METHOD = "CUDA events around a batch of calls queued behind a spinning kernel; libraries interleaved, order rotated, inputs rotated past the L2 cache"
-MAX_LAUNCHES = 100  # the launch queue holds about a thousand kernels, and a call may be several
+MAX_LAUNCHES = 64  # the launch queue holds about a thousand kernels, and a call may be ten
 MAX_SPIN_MS = 250.0
 L2_MULTIPLE = 3
-
-
-class CudaClock:
-    """Events and a spinning kernel on torch's current stream."""
-
-    def __init__(self):
-        import torch
-
-        self._torch = torch
-        cycles = 20_000_000
-        self._cycles_per_ms = 1e6
-        self.spin(10)  # loads the kernel
-        start, end = self.event(), self.event()
-        start.record()
-        torch.cuda._sleep(cycles)
-        end.record()
-        end.synchronize()
-        self._cycles_per_ms = cycles / start.elapsed_time(end)
-
-    def event(self):
-        return self._torch.cuda.Event(enable_timing=True)
-
-    def spin(self, ms):
-        """Keep the device busy for about so many milliseconds."""
-        self._torch.cuda._sleep(int(ms * self._cycles_per_ms))
 
 
 @dataclass
@@ -120,7 +95,8 @@ def measure(clock, calls: dict, *, rounds: int, target_ms: float) -> dict[str, T
 
     Parameters
     ----------
-    clock : CudaClock
+    clock : bench.gpu.Gpu
+        Has ``event()`` and ``spin(ms)``.
     calls : dict of str to callable
         Functions without arguments that launch work on the current stream.
     rounds : int

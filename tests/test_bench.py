@@ -1,0 +1,588 @@
+"""The benchmarks without a GPU: grids, records, timing against a simulated device, tables, plots, the command lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from bench import cells, evidence, forward, gpu, latency, peers, plots, prebuild, progress, records, table, timing  # noqa: E402
+
+CELL = cells.Cell("float16", 2, 64, 4, 2, 16, True)
+
+
+def record(library="numbaflash", ms=1.0, cell=CELL, **more):
+    base = {"bench": "forward", "gpu": "NVIDIA H200", "direction": "forward", **cell.fields(), "library": library, "version": "1"}
+    return {**base, "ms": ms, "tflops": None if ms is None else cell.flops / ms / 1e9, **more}
+
+
+def parse(text):
+    return forward.parse(text.split())
+
+
+class Event:
+    def __init__(self, device):
+        self.device, self.time = device, None
+
+    def record(self):
+        self.time = max(self.device.busy_until, self.device.host)
+
+    def query(self):
+        return self.device.host >= self.time
+
+    def synchronize(self):
+        self.device.host = max(self.device.host, self.time)
+
+    def elapsed_time(self, other):
+        return other.time - self.time
+
+
+class SimulatedDevice:
+    """A host and a device with a clock each, in milliseconds."""
+
+    l2_bytes = 1000
+
+    def __init__(self):
+        self.host = self.busy_until = 0.0
+        self.log = []
+
+    def event(self):
+        return Event(self)
+
+    def work(self, ms):
+        self.busy_until = max(self.busy_until, self.host) + ms
+
+    spin = work
+
+    def call(self, name, host_ms, device_ms, waits=False):
+        def run():
+            self.log.append(name)
+            self.host += host_ms
+            self.work(device_ms)
+            if waits:
+                self.host = self.busy_until
+
+        return run
+
+    def inputs(self, cell):
+        torch = pytest.importorskip("torch")
+        shapes = [(cell.batch, cell.seqlen, heads, cell.head_dim) for heads in (cell.heads, cell.kv_heads, cell.kv_heads)]
+        return [torch.randn(shape).to(getattr(torch, cell.dtype)) for shape in shapes]
+
+    def free_bytes(self):
+        return 2**30
+
+    def recover(self):
+        pass
+
+
+# grid
+
+
+def test_the_default_grid_is_the_issues_144_cells():
+    grid = forward.parse([]).cells
+    assert len(grid) == len(set(grid)) == 144
+    assert all(cell.batch * cell.seqlen == 16384 for cell in grid)
+    equal = [cell for cell in grid if cell.heads == cell.kv_heads]
+    assert len(equal) == 72 and all(cell.heads * cell.head_dim == 2048 for cell in equal)
+    assert {(cell.heads, cell.kv_heads) for cell in grid if cell not in equal} == {(32, 8)}
+
+
+def test_options_select_a_part_of_the_grid():
+    options = parse("--dims 96 --seqlens 128,256 --dtypes fp16 --causal causal --heads 12/4 --tokens 512 --libraries fa2,numbaflash")
+    assert options.cells == [cells.Cell("float16", 4, 128, 12, 4, 96, True), cells.Cell("float16", 2, 256, 12, 4, 96, True)]
+    assert options.libraries == ["fa2", "numbaflash"]
+
+
+def test_quick_is_smaller_and_is_overridden_by_other_options():
+    assert len(forward.parse(["--quick"]).cells) == 18
+    options = forward.parse(["--quick", "--dims", "64", "--rounds", "3"])
+    assert len(options.cells) == 6 and options.rounds == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dims", "300"], "--dims takes whole numbers from 1 to 256; got '300'"),
+        (["--seqlens", "1k"], "--seqlens takes whole numbers from 1 to 16384; got '1k'"),
+        (["--dtypes", "fp8"], "--dtypes takes bf16, fp16, fp32; got 'fp8'"),
+        (["--causal", ""], "--causal must name at least one"),
+        (["--heads", "6/4"], "H a multiple of Hk; got '6/4'"),
+        (["--libraries", "fa9"], "--libraries takes numbaflash, fa4, cudnn, fa2, dense; got 'fa9'"),
+        (["--budget", "0"], "--budget must be above 0"),
+        (["--rounds", "-1"], "--rounds must be above 0"),
+        (["--tokens", "0"], "--seqlens takes whole numbers from 1 to 0"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        forward.parse(arguments)
+    assert stop.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_flops_count_visible_pairs_only():
+    full = cells.Cell("float16", 1, 4, 2, 2, 8, False)
+    causal = cells.Cell("float16", 1, 4, 2, 2, 8, True)
+    assert full.flops == 4 * 2 * 16 * 8
+    assert causal.flops == 4 * 2 * (1 + 2 + 3 + 4) * 8
+    assert CELL.input_bytes == 2 * 2 * 64 * 16 * (4 + 2 + 2)
+
+
+def test_cells_travel_as_json():
+    grid = forward.parse(["--quick"]).cells
+    assert cells.from_json(json.loads(json.dumps(cells.to_json(grid)))) == grid
+
+
+# records
+
+
+def test_records_survive_a_file(tmp_path):
+    saved = [record(), record("fa2", None, skipped="not there"), record("fa4", 2)]
+    path = records.write(tmp_path / "new" / "a.jsonl", saved)
+    assert records.read(path) == saved
+    assert [p.name for p in path.parent.iterdir()] == ["a.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ms": None}, "must say why"),
+        ({"ms": "1"}, "'ms' of a record must be int or float or null"),
+        ({"ms": float("nan")}, "must be finite"),
+        ({"heads": True}, "'heads' of a record must be int"),
+        ({"causal": 1}, "'causal' of a record must be bool or str"),
+    ],
+)
+def test_a_wrong_record_is_refused(change, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        records.write(tmp_path / "a.jsonl", [{**record(), **change}])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("field", records.FIELDS)
+def test_each_field_is_required(field):
+    broken = record()
+    del broken[field]
+    with pytest.raises(ValueError, match=f"no field '{field}'"):
+        records.check(broken)
+
+
+@pytest.mark.parametrize("line", ["{", "3", "{}"])
+def test_a_bad_line_is_named(line, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(record()) + f"\n{line}\n")
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2"):
+        records.read(path)
+
+
+def test_a_second_run_of_a_day_gets_its_own_file(tmp_path):
+    first = records.result_path("NVIDIA H200", "forward", tmp_path, "2026-01-02")
+    assert first.name == "2026-01-02-h200-forward.jsonl"
+    first.touch()
+    assert records.result_path("NVIDIA H200", "forward", tmp_path, "2026-01-02").name == "2026-01-02-h200-forward-2.jsonl"
+    assert records.slug("NVIDIA GeForce RTX 4090") == "rtx-4090" and records.slug("") == "unknown"
+
+
+def test_a_run_names_its_commit_and_command(monkeypatch):
+    assert records.run_fields("abc")["commit"] == "abc"
+    fields = records.run_fields()
+    assert fields["command"] and fields["date"].endswith("+00:00")
+    monkeypatch.setenv("PATH", "")
+    assert records.git_commit() is None and records.driver_version() is None
+
+
+# timing
+
+
+def test_device_time_is_measured_behind_a_slow_host():
+    device = SimulatedDevice()
+    calls = {"slow host": device.call("slow host", 0.2, 0.1), "fast host": device.call("fast host", 0.001, 0.1)}
+    result = timing.measure(device, calls, rounds=5, target_ms=2.0)
+    for times in result.values():
+        assert not times.host_bound and times.launches == 20 and len(times.ms) == 5
+        assert times.ms == pytest.approx([0.1] * 5)
+    assert result["slow host"].spin_ms > 20 * 0.2 > 1
+
+
+def test_a_call_that_waits_for_the_device_is_marked():
+    device = SimulatedDevice()
+    result = timing.measure(device, {"waits": device.call("waits", 0.1, 1.0, waits=True)}, rounds=3, target_ms=4.0)["waits"]
+    assert result.host_bound and result.summary()["host_bound"] is True
+    assert result.ms == pytest.approx([1.1] * 3, rel=0.1)
+
+
+def test_launches_follow_the_target_within_bounds():
+    device = SimulatedDevice()
+    calls = {"long": device.call("long", 0.01, 50.0), "short": device.call("short", 0.0, 0.001)}
+    result = timing.measure(device, calls, rounds=1, target_ms=10.0)
+    assert result["long"].launches == 1 and result["short"].launches == timing.MAX_LAUNCHES
+
+
+def test_libraries_take_turns():
+    device = SimulatedDevice()
+    calls = {name: device.call(name, 0.0, 10.0) for name in "abc"}
+    timing.measure(device, calls, rounds=3, target_ms=1.0)
+    assert "".join(device.log[-9:]) == "abc" + "bca" + "cab"
+
+
+def test_quartiles_interpolate():
+    assert timing.quartiles([4, 1, 3, 2]) == (1.75, 2.5, 3.25)
+    assert timing.quartiles([7]) == (7, 7, 7)
+    assert timing.Times([3.0, 1.0, 2.0], 5).summary() == {
+        "ms": 2.0, "ms_q1": 1.5, "ms_q3": 2.5, "ms_min": 1.0, "rounds": 3, "launches": 5, "host_bound": False
+    }  # fmt: skip
+
+
+def test_inputs_rotate_past_the_cache():
+    assert timing.input_sets(200, 60) == 1 and timing.input_sets(179, 60) == 2 and timing.input_sets(1, 60) == 180
+
+
+def test_a_budget_is_kept_whatever_a_cell_costs():
+    now = [0.0]
+    budget = timing.Budget(100.0, 50, 5, reserve=10.0, now=lambda: now[0])
+    for _ in range(50):
+        target = budget.target_ms(4)
+        measuring = 3.1 * 5 * 4 * target / 1e3
+        now[0] += 0.9 + measuring
+        budget.cell_done(4, target, measuring, 0.9 + measuring)
+    assert 60 < now[0] <= 91
+    assert budget.overrun == pytest.approx(now[0] - 90)
+
+
+def test_a_budget_that_is_over_still_measures():
+    now = [0.0]
+    budget = timing.Budget(5.0, 3, 5, floor_ms=1.5, now=lambda: now[0])
+    now[0] = 50.0
+    assert budget.target_ms(4) == 1.5 and budget.overrun == 45.0
+    rich = timing.Budget(1e6, 3, 5, ceiling_ms=40, now=lambda: now[0])
+    assert rich.target_ms(4) == 40
+
+
+# a run on a simulated device
+
+
+class OnCpu(peers.Library):
+    """A library that computes on the CPU and pretends to have launched something."""
+
+    version = "0"
+
+    def __init__(self, name, device, ms, *, spoil=None, unfit=None, fails=False):
+        self.name, self.device, self.ms, self.spoil, self.reason, self.fails = name, device, ms, spoil, unfit, fails
+
+    def unfit(self, cell, free_bytes):
+        return self.reason
+
+    def bind(self, q, k, v, causal):
+        import torch
+
+        launch = self.device.call(self.name, 0.01, self.ms)
+        out = peers.dense(torch, *(x.double() for x in (q, k, v)), peers.hidden_keys(torch, q.shape[1], k.shape[1], "cpu") if causal else None)
+        out = out.to(q.dtype)
+        if self.spoil is not None:
+            out[-1, -1, -1, -1] = self.spoil
+
+        def call():
+            if self.fails:
+                raise RuntimeError("no such kernel")
+            launch()
+            return out
+
+        return call
+
+    def evidence(self, q, k, v, causal):
+        return {"family": f"family of {self.name}"}
+
+
+def simulated_run(options, device, **libraries):
+    common = {"gpu": "NVIDIA Simulated", "driver": "1"}
+    return forward.Run(options, {name: OnCpu(name, device, **how) for name, how in libraries.items()}, common, device)
+
+
+def test_a_run_measures_what_is_right_and_reports_the_rest(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("torch")
+    pytest.importorskip("matplotlib")
+    device = SimulatedDevice()
+    options = parse("--dims 16 --seqlens 40 --dtypes bf16 --heads 4/2 --tokens 80 --rounds 3 --budget 5")
+    run = simulated_run(
+        options,
+        device,
+        numbaflash={"ms": 1.0},
+        fa4={"ms": 0.5, "spoil": 9.0},
+        cudnn={"ms": 2.0},
+        fa2={"ms": 1.0, "fails": True},
+        dense={"ms": 9.0, "unfit": "needs too much"},
+    )
+    monkeypatch.setattr(evidence, "kernels", lambda calls: [[f"kernel {n}"] for n, call in enumerate(calls) if call() is not None])
+    path = tmp_path / "run.jsonl"
+    notes = progress.Progress(len(options.cells), "forward", stream=sys.stderr)
+    forward.measure(run, path, options.budget, notes)
+    saved = records.read(path)
+    assert len(saved) == 2 * 5
+    by_name = {r["library"]: r for r in saved if r["causal"]}
+    assert by_name["numbaflash"]["ms"] == pytest.approx(1.0) and by_name["cudnn"]["ms"] == pytest.approx(2.0)
+    assert by_name["numbaflash"]["tflops"] == pytest.approx(options.cells[1].flops / 1e9)
+    assert 0 <= by_name["numbaflash"]["error_per_tolerance"] <= 1 and by_name["numbaflash"]["family"] == "family of numbaflash"
+    assert [r["kernels"] for r in saved if r["ms"] is not None] == [[f"kernel {n}"] for n in range(4)]
+    assert by_name["fa4"]["skipped"].startswith("wrong result: out[")
+    assert by_name["fa2"]["skipped"] == "RuntimeError: no such kernel"
+    assert by_name["dense"]["skipped"] == "needs too much"
+    assert forward.report(run, path, 1.0) == 0
+    shown = capsys.readouterr()
+    assert "2 of 2 cells at 1.00 x the best peer or above; least 2.00" in shown.out
+    assert "fa4 left out: wrong result" in shown.err
+    assert len(list(tmp_path.glob("*.png"))) == 1
+
+
+def test_a_wrong_result_of_numbaflash_fails_the_run(tmp_path, capsys):
+    pytest.importorskip("torch")
+    device = SimulatedDevice()
+    options = parse("--dims 16 --seqlens 40 --dtypes fp16 --causal full --heads 2/2 --tokens 40 --rounds 1 --budget 1")
+    run = simulated_run(options, device, numbaflash={"ms": 1.0, "spoil": float("nan")}, fa2={"ms": 1.0})
+    forward.measure(run, tmp_path / "run.jsonl", options.budget, progress.Progress(1, "forward", stream=sys.stderr))
+    assert forward.report(run, tmp_path / "run.jsonl", 1.0) == 1
+    shown = capsys.readouterr()
+    assert "numbaflash has no time in 1 cells, first: fp16 D16 full 2/2 heads 1x40: wrong result: NaN" in shown.err
+    assert "no cell has both numbaflash and a peer" in shown.out
+
+
+def test_dense_is_attention():
+    torch = pytest.importorskip("torch")
+    import numpy as np
+
+    from numbaflash import reference
+
+    q, k, v = SimulatedDevice().inputs(CELL)
+    got = peers.dense(torch, *(x.double() for x in (q, k, v)), peers.hidden_keys(torch, 64, 64, "cpu"))
+    want, _ = reference.forward(CELL.problem, *(x.double().numpy() for x in (q, k, v)))
+    np.testing.assert_allclose(got.numpy(), want, atol=1e-12)
+    got = latency.dense_cupy(np, *(np.repeat(x.double().numpy(), 4 // x.shape[2], 2) for x in (q, k, v)), True)
+    np.testing.assert_allclose(got, want, atol=1e-12)
+
+
+def test_dense_is_left_out_where_memory_is_short():
+    dense = object.__new__(peers.Dense)
+    assert dense.unfit(CELL, 2**30) is None
+    assert "GiB" in dense.unfit(cells.Cell("float16", 1, 65536, 32, 32, 64, False), 2**30)
+
+
+def test_libraries_that_are_not_there_are_named(monkeypatch):
+    def broken():
+        raise ImportError("no module\nnamed so")
+
+    monkeypatch.setitem(peers.LIBRARIES, "fa4", broken)
+    found, missing = peers.find(["fa4"])
+    assert not found and missing == {"fa4": "ImportError: no module named so"}
+    assert len(peers.one_line(ValueError("x" * 1000))) == 200 and peers.one_line(KeyError()) == "KeyError"
+
+
+# evidence and prebuild
+
+
+def test_kernels_are_those_between_separators():
+    spin = "at::cuda::(anonymous namespace)::spin_kernel(long)"
+    names = ["randn", spin, "void a", "b", "a", spin, "triu", spin, spin, "late"]
+    events = list(enumerate(names))
+    assert evidence.split(reversed(events), 2) == [["a", "b"], []]
+    with pytest.raises(ValueError, match="4 of 6 separators"):
+        evidence.split(events, 3)
+    assert len(evidence.short("k" * 500)) == evidence.NAME_LIMIT
+
+
+def test_cells_that_share_kernels_go_to_one_worker():
+    grid = forward.parse([]).cells
+    hands = prebuild.groups(grid, 8)
+    assert len(hands) == 8 and sorted(map(str, sum(hands, []))) == sorted(map(str, grid))
+    owners = {}
+    for n, hand in enumerate(hands):
+        for cell in hand:
+            assert owners.setdefault(cell.config, n) == n
+    assert prebuild.groups(grid[:1], 8) == [grid[:1]]
+
+
+def test_prebuild_reports_what_its_workers_say(monkeypatch, tmp_path):
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        "import json, sys\n"
+        "for c in json.load(open(sys.argv[-1])): print(json.dumps({'library': 'fa4', 'cell': str(c['seqlen']), 'seconds': 1.5}))\n"
+        "print('{trunc')"
+    )
+    real = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **kw: real([sys.executable, str(worker), command[-1]], **kw))
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    grid, notes = forward.parse(["--quick"]).cells, []
+    assert len(prebuild.prebuild(grid, ["fa4", "fa2"], notes.append)) == len(grid)
+    assert "fa4 18 cells, slowest first call 1.5 s" in notes[0] and "2 processes" in notes[0]
+    assert prebuild.prebuild(grid, ["fa2"], notes.append) == [] and len(notes) == 1
+    assert "1 failed" in prebuild.summary([{"library": "fa4", "cell": "", "error": "x"}], 1, 2.0)
+
+
+def test_prebuild_ends_workers_that_take_too_long(monkeypatch):
+    real, started = subprocess.Popen, []
+
+    def start(command, **kw):
+        started.append(real([sys.executable, "-c", "import time; time.sleep(60)"], **kw))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    notes = []
+    assert prebuild.prebuild(forward.parse(["--quick"]).cells, ["numbaflash"], notes.append, timeout=0.2) == []
+    assert "was ended" in notes[0] and all(worker.poll() is not None for worker in started) and len(started) == 2
+
+
+# tables and plots
+
+
+def test_the_table_shows_each_library_and_the_ratio():
+    recs = [record(ms=2.0, ms_q1=1.9, ms_q3=2.1), record("fa4", 3.0), record("dense", 9.0), record("fa2", None, skipped="x")]
+    text = table.forward_table(recs)
+    assert "fp16, 4/2 heads, TFLOP/s" in text and "causal" in text
+    row = text.splitlines()[-1].split()
+    assert row[:3] == ["16", "causal", "64"] and row[-2:] == ["1.50", "5.0"] and row[-3] != "-" and row[5] == "-"
+    assert "3*" in table.forward_table(recs, metric="ms")
+    assert table.forward_table(recs, markdown=True).splitlines()[-1].startswith("| 16 | causal | 64 | ")
+    assert table.GREEN + "  1.50" in table.forward_table(recs, colour=True)
+    assert table.RED in table.forward_table([record(ms=2.0), record("fa4", 1.0)], colour=True)
+    with pytest.raises(ValueError, match="metric must be one of tflops, ms; got 'x'"):
+        table.forward_table(recs, metric="x")
+
+
+def test_the_summary_lists_cells_below_the_bar():
+    slow = cells.Cell("bfloat16", 1, 64, 4, 4, 32, False)
+    text = table.summary([record(ms=1.0), record("fa4", 1.2), record(ms=1.0, cell=slow), record("fa4", 0.9, cell=slow)])
+    assert text.splitlines() == [
+        "1 of 2 cells at 1.00 x the best peer or above; least 0.90, median 1.05",
+        "  0.90  bf16 D32 full 4/4 heads 1x64",
+    ]
+    assert "and 1 more" in table.summary([record(ms=2.0), record("fa4", 1.0), record(ms=2.0, cell=slow), record("fa4", 1.0, cell=slow)], listed=1)
+
+
+def test_runs_are_compared_by_ratio():
+    before, after = [record(ms=1.0), record("fa4", 1.0)], [record(ms=4.0), record("fa4", 6.0)]
+    text = table.compare(before, after)
+    assert text.splitlines()[1].split()[-3:] == ["1.00", "1.50", "+50.0%"]
+    assert "| 1.00 | 1.50 | +50.0% |" in table.compare(before, after, markdown=True)
+    assert table.GREEN in table.compare(before, after, colour=True)
+    with pytest.raises(ValueError, match="share no cell"):
+        table.compare(before, [record()])
+
+
+def test_the_table_command(tmp_path, capsys):
+    one = records.write(tmp_path / "a.jsonl", [record(), record("fa4", 1.5)])
+    assert table.main([str(one)]) == 0 and "1.50" in capsys.readouterr().out
+    assert table.main([str(one), "--metric", "ms", "--markdown"]) == 0 and "| 1.5* |" in capsys.readouterr().out
+    assert table.main(["compare", str(one), str(one)]) == 0 and "+0.0%" in capsys.readouterr().out
+    for arguments in ([], [str(tmp_path / "none.jsonl")], ["compare", str(one)]):
+        with pytest.raises(SystemExit) as stop:
+            table.main(arguments)
+        assert stop.value.code == 2
+    assert "error" in capsys.readouterr().err
+
+
+def test_plots_have_one_file_for_each_dtype_and_kind_of_heads(tmp_path):
+    pytest.importorskip("matplotlib")
+    grid = parse("--dims 64,128 --seqlens 512,1024 --dtypes bf16,fp16").cells
+    recs = [record(name, ms, cell) for cell in grid for name, ms in (("numbaflash", 1.0), ("fa4", 1.1), ("other", 3.0))]
+    recs.append(record("fa2", None, grid[0], skipped="x"))
+    written = plots.plot(recs, tmp_path / "run.jsonl")
+    assert sorted(p.name for p in written) == ["run-bf16-32-8.png", "run-bf16-mha.png", "run-fp16-32-8.png", "run-fp16-mha.png"]
+    assert all(p.read_bytes().startswith(b"\x89PNG") for p in written)
+    assert plots.plot([], tmp_path / "run.jsonl") == []
+
+
+# latency
+
+
+def test_host_time_leaves_the_device_out():
+    now, waited = [0.0], []
+
+    def call():
+        now[0] += 3e-6
+
+    def synchronize():
+        waited.append(None)
+        now[0] += 1.0
+
+    values = latency.host_microseconds(call, synchronize, blocks=4, calls=10, clock=lambda: now[0])
+    assert values == pytest.approx([3.0] * 4, rel=1e-6) and len(waited) == 5
+
+
+def gathered(notes):
+    libraries = {name: OnCpu(name, SimulatedDevice(), 1.0) for name in ("numbaflash", "fa2")}
+    return latency.Latency(libraries, {"gpu": "NVIDIA H200"}, notes.append)
+
+
+def test_first_calls_are_cold_then_cached(monkeypatch):
+    seen = []
+
+    def fake(library, arrays, cell, folder):
+        seen.append((library, arrays, folder))
+        number = sum(f == folder for _, _, f in seen)
+        if library == "fa2":
+            raise RuntimeError("no fa2")
+        return {"first call": 2.0 / number, "second call": 0.001, "import numbaflash": 0.2}
+
+    monkeypatch.setattr(latency, "first_call", fake)
+    notes = []
+    run = gathered(notes)
+    run.first(2, progress.Progress(3, "latency", stream=sys.stderr))
+    firsts = {r["case"]: r["value"] for r in run.records if r["quantity"] == "first call of a process"}
+    assert firsts == {"torch, cold": 2.0, "torch, cached": 1.0, "cupy, cold": 2.0, "cupy, cached": 1.0}
+    assert [r["value"] for r in run.records if r["quantity"] == "import"] == [0.2]
+    assert notes == ["first call of fa2 from torch left out: RuntimeError: no fa2"]
+    assert len({folder for _, _, folder in seen}) == 5 and not any(Path(folder).exists() for _, _, folder in seen)
+    assert "torch, cold" in table.latency_table(run.records) and "| torch, cold |" in table.latency_table(run.records, markdown=True)
+    assert table.tables(run.records) == table.latency_table(run.records)
+
+
+def test_a_first_call_that_fails_says_why(tmp_path):
+    with pytest.raises(RuntimeError, match="Error"):
+        latency.first_call("numbaflash", "no_such_library", CELL, tmp_path)
+
+
+def test_every_cache_moves_into_the_folder(tmp_path):
+    moved = latency.caches_in(tmp_path)
+    assert {"NUMBAFLASH_CACHE_DIR", "CUDA_CACHE_PATH", "CUPY_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"} <= set(moved)
+
+
+@pytest.mark.parametrize("arguments", [["--only", "gpu"], ["--libraries", ","], ["--repeats", "0"]])
+def test_latency_names_wrong_arguments(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        latency.parse(arguments)
+    assert stop.value.code == 2 and arguments[0] in capsys.readouterr().err
+
+
+# progress, and no GPU
+
+
+def test_progress_is_plain_lines_without_a_terminal(capsys):
+    bar = progress.Progress(3, "work", every=1e9)
+    for name in "abc":
+        bar.step(name)
+    bar.note("noted")
+    bar.close()
+    assert capsys.readouterr().err.splitlines() == ["work 3/3 (0 s) c", "noted"]
+    assert not progress.colour_wanted()
+
+
+@pytest.mark.parametrize("module", [forward, latency])
+def test_without_a_gpu_one_line_says_so(module, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "missing", lambda: "no CUDA GPU was found")
+    assert module.main([]) == 2
+    shown = capsys.readouterr()
+    assert shown.err == f"{module.PROGRAM}: no CUDA GPU was found\n" and shown.out == ""
+
+
+def test_the_command_line_without_a_gpu():
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-m", "bench.forward", "--quick"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
