@@ -134,7 +134,11 @@ class Run:
             error, complaint = sample.judge(bound[0]())
             if complaint:
                 return None, {}, complaint
-            facts = {"error_per_tolerance": error, **library.evidence(*sets[0], cell.causal)}
+            facts = {"error_per_tolerance": error}
+            try:
+                facts |= library.evidence(*sets[0], cell.causal)
+            except Exception as failure:  # the library computes, it only does not say how
+                facts["evidence_error"] = one_line(failure)
         turn = itertools.cycle(bound)
 
         def call():

@@ -213,6 +213,7 @@ class Latency:
             import torch
 
             for name, case, scope, call in source(self.libraries, SMALL):
+
                 def work(name=name, case=case, scope=scope, call=call):
                     with scope():
                         self.record(SMALL, name, case, "host time a call", host_microseconds(call, torch.cuda.synchronize), "us")
@@ -251,6 +252,7 @@ class Latency:
         for cell in MEMORY:
             q, k, v = inputs(cell)
             for name, library in self.libraries.items():
+
                 def work(name=name, library=library, cell=cell, operands=(q, k, v)):
                     with library.scope():
                         call = library.bind(*operands, cell.causal)

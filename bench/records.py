@@ -119,6 +119,7 @@ def _module() -> str:
 
 def git_commit() -> str | None:
     """Short hash of the checkout, with "+" when tracked files differ from it; None outside a git checkout."""
+
     def git(*words, check):
         return subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=check)
 

@@ -299,6 +299,8 @@ class OnCpu(peers.Library):
         return call
 
     def evidence(self, q, k, v, causal):
+        if self.name == "cudnn":
+            raise RuntimeError("does not tell")
         return {"family": f"family of {self.name}"}
 
 
@@ -332,6 +334,7 @@ def test_a_run_measures_what_is_right_and_reports_the_rest(tmp_path, monkeypatch
     assert by_name["numbaflash"]["tflops"] == pytest.approx(options.cells[1].flops / 1e9)
     assert 0 <= by_name["numbaflash"]["error_per_tolerance"] <= 1 and by_name["numbaflash"]["family"] == "family of numbaflash"
     assert [r["kernels"] for r in saved if r["ms"] is not None] == [[f"kernel {n}"] for n in range(4)]
+    assert by_name["cudnn"]["evidence_error"] == "RuntimeError: does not tell"
     assert by_name["fa4"]["skipped"].startswith("wrong result: out[")
     assert by_name["fa2"]["skipped"] == "RuntimeError: no such kernel"
     assert by_name["dense"]["skipped"] == "needs too much"
