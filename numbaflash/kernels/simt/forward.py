@@ -1,0 +1,159 @@
+"""Forward attention on CUDA cores: one block computes one tile of queries of one head (Algorithm 1 of FlashAttention-2).
+
+::
+
+    q tile -> shared memory, scaled
+    for each tile of keys that some query of the tile sees:
+        s = q k^T            registers; v of this tile arrives meanwhile
+        mask                 tiles at the border of the band or the end of the keys
+        m, l, o              online softmax; p -> shared memory
+        o += p v             k of the next tile arrives meanwhile
+    o / l -> out, m + log l -> lse
+"""
+
+from __future__ import annotations
+
+import numba
+from numba import cuda, int32, int64
+
+from numbaflash.kernels.schedule import tile_order
+from numbaflash.ptx import cp_async
+from numbaflash.toolchain import KernelSource
+
+from . import tiles
+from .config import Config
+
+FAR = 1 << 24  # beyond every tile, and far from the ends of int32
+ENTRY = "numbaflash.kernels.simt.forward:build"
+
+
+def relative(key, origin):
+    """Place of a key counted from another, as int32, clamped where it lies beyond every tile."""
+    return int32(min(max(key - origin, int64(-FAR)), int64(FAR)))
+
+
+relative_key = cuda.jit(relative, device=True, inline="always")
+
+
+def build(config: Config) -> KernelSource:
+    """The kernel of a config.
+
+    Its parameters: q, k, v, out, lse; the factor of the scores; first and last visible key of query 0 (int64); q tiles;
+    heads over the batch; query heads a key/value head; heads that run together.
+    """
+    t = tiles.Types.of(config)
+    copy_q = tiles.copy_q(config)
+    copy_k, copy_v = tiles.copy_kv(config, config.dim, True), tiles.copy_kv(config, config.dim_v, False)
+    zero_scores, zero_output, zero_row = (tiles.zeros(kind, config) for kind in (t.scores, t.output, t.row))
+    lowest, mask, online_softmax, store_p = tiles.lowest(config), tiles.mask(config), tiles.online_softmax(config), tiles.store_p(config)
+    add_qk, add_pv, add_pv_seen, is_finite = tiles.add_qk(config), tiles.add_pv(config), tiles.add_pv_seen(config), tiles.is_finite(config)
+    reduce_sum, store_output, store_lse = tiles.reduce_sum(config), tiles.store_output(config), tiles.store_lse(config)
+    commit, wait = cp_async.commit, cp_async.wait
+
+    real, vector = t.real, config.vector
+    threads, warp_size, lanes_m, lanes_n = config.threads, config.warp_size, config.lanes_m, config.lanes_n
+    lane_bits = lanes_n.bit_length()
+    rows, dim, dim_v, q_tile, kv_tile = config.rows, config.dim, config.dim_v, config.q_tile, config.kv_tile
+    k_base = q_tile * dim
+    v_base = k_base + kv_tile * dim
+    p_base = v_base + kv_tile * dim_v
+    q_width, kv_width = tiles.q_copy_width(config), tiles.kv_copy_width(config)
+    q_mask, k_mask, p_step, p_mask = config.q_mask, config.k_mask, config.p_step, config.p_mask
+    asynchronous, write_lse = config.asynchronous, config.write_lse
+    bounded_left, bounded_right = config.bounded_left, config.bounded_right
+    bounded = bounded_left or bounded_right
+
+    def forward(q, k, v, out, lse, scale, band_first, band_last, q_tiles, batch_heads, group, section):
+        q_block, batch_head = tile_order(cuda.blockIdx.x, q_tiles, batch_heads, section)
+        heads = int32(q.shape[2])
+        batch, head = batch_head // heads, batch_head % heads
+        kv_head = head // group
+        seqlen_q, seqlen_k = int32(q.shape[1]), int32(k.shape[1])
+
+        thread = int32(cuda.threadIdx.x)
+        warp, lane = thread // warp_size, thread % warp_size
+        lane_m = (lane & 1) | (lane >> lane_bits) << 1
+        lane_n = (lane >> 1) & (lanes_n - 1)
+        warp_row = warp * (lanes_m * rows) + lane_m  # the thread's first query in the tile
+        first_q = q_block * q_tile
+
+        # Keys that some query of the tile sees.
+        begin, end = int32(0), seqlen_k
+        if bounded_left:
+            begin = int32(min(max(first_q + band_first, int64(0)), int64(seqlen_k)))
+        if bounded_right:
+            last_q = min(first_q + q_tile, seqlen_q) - 1
+            end = int32(max(min(last_q + band_last + 1, int64(seqlen_k)), int64(0)))
+        first_block, stop_block = begin // kv_tile, (end + kv_tile - 1) // kv_tile
+
+        memory = cuda.shared.array(0, real)
+        q_row, k_row, v_row, p_row = warp_row * dim, k_base + lane_n * dim, v_base + lane_n * vector, p_base + warp_row * kv_tile
+        q_key, k_key, p_key = (lane_m & q_mask) * vector, (lane_n & k_mask) * vector, (lane_m * p_step & p_mask) * vector
+
+        m, l, o = lowest(), zero_row(), zero_output()  # noqa: E741
+        if first_block < stop_block:
+            copy_k(memory, k_base, k, batch, first_block * kv_tile, kv_head, thread // kv_width, thread % kv_width)
+            if asynchronous:
+                commit()
+            copy_q(memory, q, batch, first_q, head, scale, thread // q_width, thread % q_width)
+
+        for block in range(first_block, stop_block):
+            first_k = block * kv_tile
+            if asynchronous:
+                wait()
+            cuda.syncthreads()  # k is here; nobody reads v any more
+            copy_v(memory, v_base, v, batch, first_k, kv_head, thread // kv_width, thread % kv_width)
+            if asynchronous:
+                commit()
+
+            s = zero_scores()
+            c = int32(0)
+            while c < dim:
+                s = add_qk(s, memory, q_row + (c ^ q_key), k_row + (c ^ k_key))
+                c = int32(c + vector)
+
+            border = first_k + kv_tile > seqlen_k
+            if bounded_left:
+                border |= first_k < min(first_q + q_tile, seqlen_q) - 1 + band_first
+            if bounded_right:
+                border |= first_k + kv_tile - 1 > first_q + band_last
+            if border:
+                query, key = int64(first_q + warp_row), int64(first_k + lane_n)
+                s = mask(s, relative_key(query + band_first, key), relative_key(query + band_last, key), seqlen_k - first_k - lane_n)
+
+            p, m, l, o = online_softmax(s, m, l, o)  # noqa: E741
+            store_p(memory, p_row, lane_n, p_key, p)
+
+            if asynchronous:
+                wait()
+            cuda.syncthreads()  # v and p are here; nobody reads k any more
+            if block + 1 < stop_block:
+                copy_k(memory, k_base, k, batch, first_k + kv_tile, kv_head, thread // kv_width, thread % kv_width)
+                if asynchronous:
+                    commit()
+
+            plain = int32(1)
+            if bounded and border:
+                for unit in range(thread, kv_tile * dim_v // vector, threads):
+                    plain &= is_finite(memory, v_base + unit * vector)
+                plain = cuda.syncthreads_and(plain)
+            c = int32(0)
+            if plain:
+                while c < kv_tile:
+                    o = add_pv(o, memory, p_row + (c ^ p_key), v_row + c * dim_v)
+                    c = int32(c + vector)
+            else:
+                query = int64(first_q + warp_row)
+                first, last = relative_key(query + band_first, int64(first_k)), relative_key(query + band_last, int64(first_k))
+                while c < kv_tile:
+                    o = add_pv_seen(o, memory, p_row + (c ^ p_key), v_row + c * dim_v, first - c, last - c)
+                    c = int32(c + vector)
+
+        l = reduce_sum(l)  # noqa: E741
+        store_output(out, batch, first_q + warp_row, head, lane_n * vector, o, l)
+        if write_lse:
+            store_lse(lse, batch, head, first_q + warp_row, lane_n == 0, m, l)
+
+    integers = (numba.types.int64, numba.types.int64, numba.types.int32, numba.types.int32, numba.types.int32, numba.types.int32)
+    signature = numba.types.void(t.operand, t.operand, t.operand, t.operand, t.lse, t.real, *integers)
+    return KernelSource(forward, signature, threads=threads, min_blocks=config.min_blocks)

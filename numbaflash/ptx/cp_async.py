@@ -1,0 +1,19 @@
+"""Asynchronous copies from global to shared memory (compute capability 8.0), and waiting in a warp.
+
+The copies themselves are started by `straight.GpuOps.copy_row`. In the simulator a copy is over when it returns.
+"""
+
+from __future__ import annotations
+
+from . import simulated
+from .inline import VOID, instruction
+from .straight import SIMULATED
+
+commit = simulated.nothing if SIMULATED else instruction("cp.async.commit_group;", VOID)
+"""End a group of copies."""
+
+wait = simulated.nothing if SIMULATED else instruction("cp.async.wait_group 0;", VOID)
+"""Wait until all copies that this thread has started are over."""
+
+sync_warp = simulated.sync_warp if SIMULATED else instruction("bar.warp.sync 0xffffffff;", VOID)
+"""Wait for the other lanes of the warp, and see what they have written to shared memory."""

@@ -1,0 +1,380 @@
+"""Straight-line code over register tuples, written once for the GPU and for the CUDA simulator.
+
+A *body* is a Python function that spells a computation out over constant indices: ``x + y``, ``ops.fma(a, b, c)``. On the
+GPU, `straight_line` runs it once, at compile time, and what it spells becomes unrolled LLVM code in which every element
+of a tuple is a register. In the simulator, the same body runs with NumPy scalars whenever the kernel calls it.
+
+Tuples come in as lists and are returned as lists. Arrays come in with ``shape``, and are read and written through
+`GpuOps.load` and its relatives.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba import config
+from numba.cuda import types
+
+from .inline import emit, llvm_f32, llvm_i32, make_intrinsic
+
+SIMULATED = bool(config.ENABLE_CUDASIM)
+"""Whether kernels run in Numba's CUDA simulator (NUMBA_ENABLE_CUDASIM=1 when numba was imported)."""
+
+_I8, _I16, _I64, _F64 = ir.IntType(8), ir.IntType(16), ir.IntType(64), ir.DoubleType()
+_FLOATS = {"float32": llvm_f32, "float64": _F64}
+
+
+def straight_line(result, argtypes, body):
+    """A function for kernels out of a straight-line body.
+
+    Parameters
+    ----------
+    result : numba type
+        A scalar, a `UniTuple`, a `Tuple` of such, or `void`.
+    argtypes : sequence of numba types
+        Scalars, tuples of scalars and arrays; scalar arguments are cast to them.
+    body : callable
+        ``body(ops, *args)`` returns the result.
+
+    Returns
+    -------
+    callable
+        An ``@intrinsic``, or in the simulator a Python function.
+    """
+    if SIMULATED:
+        return _simulated(argtypes, body)
+
+    def generate(builder, args, llvm_result):
+        value = body(GpuOps(builder), *(_open(builder, kind, arg) for kind, arg in zip(argtypes, args, strict=True)))
+        return None if result is types.void else _close(builder, llvm_result, value)
+
+    return make_intrinsic(result, argtypes, generate)
+
+
+def _open(builder, kind, value):
+    if isinstance(kind, types.BaseTuple):
+        return [_open(builder, member, builder.extract_value(value, i)) for i, member in enumerate(kind)]
+    return _Array(builder, kind, value) if isinstance(kind, types.Array) else Register(builder, value)
+
+
+def _close(builder, llvm_type, value):
+    if isinstance(value, Register):
+        return value.value
+    members = llvm_type.elements if hasattr(llvm_type, "elements") else [llvm_type.element] * len(value)
+    aggregate = ir.Constant(llvm_type, ir.Undefined)
+    for i, (member, element) in enumerate(zip(members, value, strict=True)):
+        aggregate = builder.insert_value(aggregate, _close(builder, member, element), i)
+    return aggregate
+
+
+def _size(kind):
+    return {llvm_f32: 4, _F64: 8}.get(kind) or kind.width // 8
+
+
+def _binary(integer, floating=None, swapped=False):
+    def operate(self, other):
+        other = self._like(other)
+        a, b = (other, self.value) if swapped else (self.value, other)
+        return Register(self.builder, getattr(self.builder, integer if self.is_integer else floating)(a, b))
+
+    return operate
+
+
+def _relation(symbol):
+    def compare(self, other):
+        compare = self.builder.icmp_signed if self.is_integer else self.builder.fcmp_ordered
+        return Register(self.builder, compare(symbol, self.value, self._like(other)))
+
+    return compare
+
+
+class Register:
+    """An LLVM value with Python's operators; the other operand is one of the same type, or a number.
+
+    Integers are signed, comparisons with NaN are false.
+    """
+
+    __slots__ = ("builder", "value")
+
+    def __init__(self, builder, value):
+        self.builder, self.value = builder, value
+
+    @property
+    def is_integer(self):
+        return isinstance(self.value.type, ir.IntType)
+
+    def _like(self, other):
+        return other.value if isinstance(other, Register) else ir.Constant(self.value.type, other)
+
+    __add__ = __radd__ = _binary("add", "fadd")
+    __mul__ = __rmul__ = _binary("mul", "fmul")
+    __sub__ = _binary("sub", "fsub")
+    __rsub__ = _binary("sub", "fsub", swapped=True)
+    __truediv__ = _binary(None, "fdiv")
+    __rtruediv__ = _binary(None, "fdiv", swapped=True)
+    __and__ = __rand__ = _binary("and_")
+    __or__ = __ror__ = _binary("or_")
+    __xor__ = __rxor__ = _binary("xor")
+    __lt__, __le__, __gt__, __ge__ = (_relation(symbol) for symbol in ("<", "<=", ">", ">="))
+    __eq__ = _relation("==")
+    __hash__ = None
+
+    def __bool__(self):
+        raise TypeError("a register has no value yet when the kernel is compiled; use ops.select or ops.store_row(..., valid)")
+
+
+class _Array:
+    """A Numba array argument: data pointer, shape and byte strides (members 4, 5 and 6 of Numba's array struct)."""
+
+    def __init__(self, builder, kind, value):
+        self.builder = builder
+        self.data = builder.extract_value(value, 4)
+        self.shape = [Register(builder, builder.trunc(builder.extract_value(value, [5, i]), llvm_i32)) for i in range(kind.ndim)]
+        self.strides = [builder.extract_value(value, [6, i]) for i in range(kind.ndim)]
+
+    @property
+    def element(self):
+        return self.data.type.pointee
+
+    def at(self, indices):
+        """Generic pointer to an element; byte offsets in 64 bits."""
+        builder, offset = self.builder, None
+        for index, stride in zip(indices, self.strides, strict=True):
+            term = builder.mul(builder.sext(index.value, _I64), stride)
+            offset = term if offset is None else builder.add(offset, term)
+        return builder.gep(builder.bitcast(self.data, _I8.as_pointer()), [offset])
+
+    def shared(self, index, step):
+        """Shared-memory pointer to element ``index + step`` of a contiguous vector; ``step`` ends up in the instruction.
+
+        The address is computed in 32 bits, all that shared memory has: half the integer instructions of a generic pointer.
+        """
+        builder, kind = self.builder, self.element.as_pointer(3)
+        base = builder.ptrtoint(builder.addrspacecast(self.data, kind), llvm_i32)
+        address = builder.add(base, builder.mul(index.value, ir.Constant(llvm_i32, _size(self.element))))
+        pointer = builder.inttoptr(address, kind)
+        return builder.gep(pointer, [ir.Constant(llvm_i32, step)]) if step else pointer
+
+
+class GpuOps:
+    """What a body can do beyond the operators of `Register`, as LLVM code."""
+
+    def __init__(self, builder):
+        self.builder = builder
+
+    def constant(self, dtype, value):
+        """A float."""
+        return Register(self.builder, ir.Constant(_FLOATS[dtype], value))
+
+    def fma(self, a, b, c):
+        return Register(self.builder, self.builder.fma(a.value, b.value, c.value))
+
+    def maximum(self, a, b):
+        """The larger one; the other one where one is NaN."""
+        suffix, register = ("f32", "f") if a.value.type == llvm_f32 else ("f64", "d")
+        return self._pure(a.value.type, f"max.{suffix} $0, $1, $2;", f"={register},{register},{register}", a, b)
+
+    def select(self, condition, a, b):
+        """a or b (which may be a number)."""
+        return Register(self.builder, self.builder.select(condition.value, a.value, a._like(b)))
+
+    def truth(self, condition):
+        """A comparison as an int32."""
+        return Register(self.builder, self.builder.zext(condition.value, llvm_i32))
+
+    def exp2(self, x):
+        """2 to the power of a float32: the special-function unit, 2 ulp; results below 2**-126 are 0."""
+        return self._pure(llvm_f32, "ex2.approx.ftz.f32 $0, $1;", "=f,f", x)
+
+    def exp(self, x):
+        """e to the power of a float64, in full precision."""
+        return self._libdevice("__nv_exp", x)
+
+    def log(self, x):
+        """Natural logarithm in full precision."""
+        return self._libdevice("__nv_logf" if x.value.type == llvm_f32 else "__nv_log", x)
+
+    def exchange(self, values, mask):
+        """The values of the lane whose number differs by ``mask``, a power of two. All lanes of the warp take part."""
+        return [self._exchange(x, mask) for x in values]
+
+    def _exchange(self, x, mask):
+        if x.value.type == llvm_f32:
+            text, constraints = f"shfl.sync.bfly.b32 $0, $1, {mask}, 0x1f, 0xffffffff;", "=f,f"
+        else:
+            text, constraints = (
+                "{.reg .b32 low, high; mov.b64 {low, high}, $1;\n"
+                f"shfl.sync.bfly.b32 low, low, {mask}, 0x1f, 0xffffffff; shfl.sync.bfly.b32 high, high, {mask}, 0x1f, 0xffffffff;\n"
+                "mov.b64 $0, {low, high};}",
+                "=d,d",
+            )
+        return Register(self.builder, emit(self.builder, x.value.type, [x.value], text, constraints))
+
+    def _pure(self, result, text, constraints, *args):
+        return Register(self.builder, emit(self.builder, result, [x.value for x in args], text, constraints, pure=True))
+
+    def _libdevice(self, name, x):
+        module, kind = self.builder.module, x.value.type
+        function = module.globals.get(name) or ir.Function(module, ir.FunctionType(kind, [kind]), name)
+        return Register(self.builder, self.builder.call(function, [x.value]))
+
+    # ---- memory: runs of elements, aligned to their size together. `memory` is a contiguous array in shared memory.
+
+    def _read(self, pointer, element, count):
+        builder, space = self.builder, pointer.type.addrspace
+        if count == 1:
+            return [builder.load(builder.bitcast(pointer, element.as_pointer(space)), align=_size(element))]
+        kind = ir.VectorType(element, count)
+        vector = builder.load(builder.bitcast(pointer, kind.as_pointer(space)), align=_size(element) * count)
+        return [builder.extract_element(vector, ir.Constant(llvm_i32, i)) for i in range(count)]
+
+    def _write(self, pointer, values):
+        builder, element, space = self.builder, values[0].value.type, pointer.type.addrspace
+        if len(values) == 1:
+            builder.store(values[0].value, builder.bitcast(pointer, element.as_pointer(space)), align=_size(element))
+            return
+        kind = ir.VectorType(element, len(values))
+        vector = ir.Constant(kind, ir.Undefined)
+        for i, x in enumerate(values):
+            vector = builder.insert_element(vector, x.value, ir.Constant(llvm_i32, i))
+        builder.store(vector, builder.bitcast(pointer, kind.as_pointer(space)), align=_size(element) * len(values))
+
+    def load(self, memory, index, step, count):
+        """Elements from ``index + step`` on of shared memory; ``step`` is constant."""
+        return [Register(self.builder, x) for x in self._read(memory.shared(index, step), memory.element, count)]
+
+    def store(self, memory, index, step, values):
+        """Store to elements from ``index + step`` on of shared memory; ``step`` is constant."""
+        self._write(memory.shared(index, step), values)
+
+    def load_row(self, array, indices, count, valid):
+        """Elements from the indexed one on along the last axis; zeros, and no access, unless valid."""
+        builder, before = self.builder, self.builder.block
+        with builder.if_then(valid.value):
+            loaded, inside = self._read(array.at(indices), array.element, count), builder.block
+        values = []
+        for x in loaded:
+            either = builder.phi(array.element)
+            either.add_incoming(ir.Constant(array.element, 0), before)
+            either.add_incoming(x, inside)
+            values.append(Register(builder, either))
+        return values
+
+    def store_row(self, array, indices, values, valid):
+        """Store to elements from the indexed one on along the last axis, if valid."""
+        with self.builder.if_then(valid.value):
+            self._write(array.at(indices), values)
+
+    def copy_row(self, memory, index, step, array, indices, count, valid):
+        """Start cp.async of elements along the last axis (4, 8 or 16 bytes) to ``index + step`` of shared memory; zeros, and no
+        access, unless valid."""
+        builder, size = self.builder, _size(array.element) * count
+        shared = builder.ptrtoint(memory.shared(index, step), llvm_i32)
+        address = builder.ptrtoint(array.at(indices), _I64)
+        read = builder.select(valid.value, ir.Constant(llvm_i32, size), ir.Constant(llvm_i32, 0))
+        text = f"cp.async.{'cg' if size == 16 else 'ca'}.shared.global [$0], [$1], {size}, $2;"
+        emit(builder, ir.VoidType(), [shared, address, read], text, "r,l,r,~{memory}")
+
+    # ---- 16-bit elements, held as bits
+
+    def float32_of(self, dtype, bits):
+        """The float32 value of the 16 bits of a float16 or bfloat16."""
+        if dtype == "float16":
+            return self._pure(llvm_f32, "cvt.f32.f16 $0, $1;", "=f,h", bits)
+        builder = self.builder
+        return Register(builder, builder.bitcast(builder.shl(builder.zext(bits.value, llvm_i32), ir.Constant(llvm_i32, 16)), llvm_f32))
+
+    def bits_of(self, dtype, x):
+        """The bits of a float32 rounded to nearest even as float16 or bfloat16."""
+        if dtype == "float16":
+            return self._pure(_I16, "cvt.rn.f16.f32 $0, $1;", "=h,f", x)
+        # Compute capability 7 has no instruction for it: round the upper half by hand.
+        builder, shift = self.builder, ir.Constant(llvm_i32, 16)
+        bits = builder.bitcast(x.value, llvm_i32)
+        odd = builder.and_(builder.lshr(bits, shift), ir.Constant(llvm_i32, 1))
+        rounded = builder.lshr(builder.add(bits, builder.add(odd, ir.Constant(llvm_i32, 0x7FFF))), shift)
+        bits = builder.select(builder.fcmp_unordered("uno", x.value, x.value), ir.Constant(llvm_i32, 0x7FC0), rounded)
+        return Register(builder, builder.trunc(bits, _I16))
+
+
+class SimulatorOps:
+    """The operations of `GpuOps` on NumPy scalars, in one thread of the simulator."""
+
+    @staticmethod
+    def constant(dtype, value):
+        return np.dtype(dtype).type(value)
+
+    @staticmethod
+    def fma(a, b, c):
+        return a * b + c
+
+    maximum = staticmethod(np.fmax)
+    exp2 = staticmethod(np.exp2)
+    exp = staticmethod(np.exp)
+    log = staticmethod(np.log)
+
+    @staticmethod
+    def select(condition, a, b):
+        return a if condition else a.dtype.type(b)
+
+    @staticmethod
+    def truth(condition):
+        return np.int32(bool(condition))
+
+    @staticmethod
+    def exchange(values, mask):
+        from .simulated import exchange
+
+        return exchange(values, mask)
+
+    @staticmethod
+    def load(memory, index, step, count):
+        start = int(index) + step
+        return list(memory[start : start + count])
+
+    @staticmethod
+    def store(memory, index, step, values):
+        for i, x in enumerate(values):
+            memory[int(index) + step + i] = x
+
+    @staticmethod
+    def load_row(array, indices, count, valid):
+        *outer, last = map(int, indices)
+        return [array[(*outer, last + i)] if valid else array.dtype.type(0) for i in range(count)]
+
+    @staticmethod
+    def store_row(array, indices, values, valid):
+        *outer, last = map(int, indices)
+        if valid:
+            for i, x in enumerate(values):
+                array[(*outer, last + i)] = x
+
+    @classmethod
+    def copy_row(cls, memory, index, step, array, indices, count, valid):
+        cls.store(memory, index, step, cls.load_row(array, indices, count, valid))
+
+    @staticmethod
+    def float32_of(dtype, bits):
+        if dtype == "float16":
+            return np.float32(np.uint16(bits).view(np.float16))
+        return np.uint32(int(bits) << 16).view(np.float32)
+
+    @staticmethod
+    def bits_of(dtype, x):
+        if dtype == "float16":
+            return np.float16(x).view(np.uint16)
+        bits = int(np.float32(x).view(np.uint32))
+        return np.uint16(0x7FC0 if np.isnan(x) else (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 & 0xFFFF)
+
+
+def _simulated(argtypes, body):
+    casts = [None if isinstance(kind, (types.BaseTuple, types.Array)) else np.dtype(str(kind)).type for kind in argtypes]
+
+    def function(*args):
+        if len(args) != len(casts):
+            raise TypeError(f"expected {len(casts)} arguments; got {len(args)}")
+        values = (list(arg) if isinstance(arg, (list, tuple)) else arg if cast is None else cast(arg) for cast, arg in zip(casts, args, strict=True))
+        with np.errstate(all="ignore"):
+            return body(SimulatorOps, *values)
+
+    return function
