@@ -1,0 +1,344 @@
+"""The command line, as a person or a script uses it: processes, files, exit status, one line for an error."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import numbaflash as nf
+from numbaflash import cli, files
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+def command(capsys, *arguments):
+    """Exit status, stdout and stderr of a command run in this process."""
+    try:
+        status = cli.main([str(a) for a in arguments])
+    except SystemExit as end:  # argparse
+        status = end.code
+    said = capsys.readouterr()
+    return status, said.out, said.err
+
+
+def process(*arguments, **options):
+    return subprocess.run([sys.executable, "-m", "numbaflash", *map(str, arguments)], capture_output=True, text=True, timeout=300, **options)
+
+
+@pytest.fixture
+def operands():
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((2, 37, 4, 32), dtype=np.float32)
+    k, v = (rng.standard_normal((2, 50, 2, 32), dtype=np.float32) for _ in range(2))
+    return {"q": q, "k": k, "v": v}
+
+
+def refused(capsys, words, *arguments):
+    status, out, err = command(capsys, *arguments)
+    assert status == 2 and out == ""
+    assert err.startswith("numbaflash: error: ") and err.count("\n") == 1, err
+    assert re.search(words, err), err
+
+
+# ---- run
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_run_computes_what_forward_computes(tmp_path, capsys, operands, suffix):
+    files.save(tmp_path / f"in{suffix}", operands)
+    out = tmp_path / f"out{suffix}"
+    options = ("--causal", "--window", "20,none", "--scale", "0.3", "--lse")
+    status, said, err = command(capsys, "run", tmp_path / f"in{suffix}", "--out", out, *options)
+    assert status == 0 and err == "" and str(out) in said
+    want, want_lse = nf.forward(**operands, causal=True, window=(20, None), scale=0.3, return_lse=True)
+    got = np.load(out) if suffix == ".npz" else pytest.importorskip("safetensors.numpy").load_file(out)
+    assert sorted(got) == ["lse", "out"]
+    np.testing.assert_array_equal(got["out"], want)
+    np.testing.assert_array_equal(got["lse"], want_lse)
+
+
+def test_run_three_npy_files_top_left(tmp_path, capsys, operands):
+    for name, array in operands.items():
+        np.save(tmp_path / f"{name}.npy", array)
+    inputs = [tmp_path / f"{name}.npy" for name in "qkv"]
+    assert command(capsys, "run", *inputs, "--top-left", "--out", tmp_path / "out.npy")[0] == 0
+    np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), nf.forward(**operands, causal="top_left"))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_run_in_another_dtype(tmp_path, capsys, operands, dtype):
+    files.save(tmp_path / "in.npz", operands)
+    assert command(capsys, "run", tmp_path / "in.npz", "--dtype", dtype, "--family", "cpu", "--out", tmp_path / "out.npz")[0] == 0
+    with np.load(tmp_path / "out.npz") as stored:
+        assert stored.files == ["out"]
+        got = stored["out"]
+    want = nf.forward(**{name: array.astype(files.dtype_of(dtype)) for name, array in operands.items()})
+    np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
+
+
+def test_run_refuses_in_one_line_and_writes_nothing(tmp_path, capsys, operands):
+    good, out = tmp_path / "in.npz", tmp_path / "out.npz"
+    files.save(good, operands)
+    files.save(tmp_path / "shape.npz", operands | {"k": operands["k"][..., :8]})
+    files.save(tmp_path / "mixed.npz", operands | {"k": operands["k"].astype(np.float16)})
+    np.savez(tmp_path / "int.npz", **(operands | {"q": np.ones((1, 2), np.int64)}))
+    np.savez(tmp_path / "keys.npz", a=1)
+    (tmp_path / "broken.npz").write_bytes(good.read_bytes()[:-100])
+    refused(capsys, "cannot read .*no.npz: No such file", "run", tmp_path / "no.npz", "--out", out)
+    refused(capsys, "k must have the same head_dim", "run", tmp_path / "shape.npz", "--out", out)
+    refused(capsys, "one dtype", "run", tmp_path / "mixed.npz", "--out", out)
+    refused(capsys, "int.npz: q must be float16, .*int64", "run", tmp_path / "int.npz", "--out", out)
+    refused(capsys, "q, k, v missing, found a", "run", tmp_path / "keys.npz", "--out", out)
+    refused(capsys, "damaged", "run", tmp_path / "broken.npz", "--out", out)
+    refused(capsys, "there is no folder", "run", good, "--out", tmp_path / "no" / "out.npz")
+    refused(capsys, "would overwrite an input", "run", good, "--out", good)
+    refused(capsys, "window left must not be negative", "run", good, "--out", out, "--window=-3,0")
+    refused(capsys, "scale must be finite", "run", good, "--out", out, "--scale", "nan")
+    refused(capsys, "no kernel family can compute", "run", good, "--out", out, "--family", "sm90")
+    refused(capsys, "cpu or cuda:INDEX", "run", good, "--out", out, "--device", "sm_90")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.npz", "in.npz", "int.npz", "keys.npz", "mixed.npz", "shape.npz"]
+
+
+def test_wrong_arguments_are_told_by_usage(capsys):
+    for arguments, words in (
+        ((), "required: COMMAND"),
+        (("run", "x.npz"), "required: --out"),
+        (("run", "x.npz", "--out", "y.npz", "--window", "3"), "must be LEFT,RIGHT"),
+        (("run", "x.npz", "--out", "y.npz", "--window", "a,b"), "must be LEFT,RIGHT"),
+        (("run", "x.npz", "--out", "y.npz", "--dtype", "int8"), "invalid choice"),
+        (("explain", "--device", "tpu"), "must be cpu, cuda:INDEX or a GPU architecture"),
+        (("demo", "--seqlen", "0"), "must be at least 1"),
+        (("warmup", "--head-dim", "64:64:64"), "must be a number or first:second"),
+        (("warmup", "--dtype", "int8"), "must be of float16"),
+        (("cache", "burn"), "invalid choice"),
+        (("nonsense",), "invalid choice"),
+    ):
+        status, out, err = command(capsys, *arguments)
+        assert status == 2 and out == "" and words in err, (arguments, err)
+
+
+def test_traceback_shows_the_whole_story(tmp_path, capsys):
+    status, _, err = command(capsys, "--traceback", "run", tmp_path / "no.npz", "--out", tmp_path / "out.npz")
+    assert status == 2 and "Traceback" in err and "FileError" in err
+
+
+# ---- demo
+
+
+def test_demo_compares_and_merges(capsys):
+    status, out, err = command(capsys, "demo", "--device", "cpu", "--seqlen", "300", "--heads", "2", "--repeats", "1")
+    assert status == 0 and err == ""
+    assert "family         cpu" in out or "family" in out
+    assert re.search(r"^numbaflash +[\d.]+ \w+ +[\d.]+ \w+$", out, re.M), out
+    assert re.search(r"^dense +[\d.]+ \w+ +[\d.]+ \w+$", out, re.M), out
+    assert "the halves make the whole" in out and "within" in out
+    rows = re.findall(r"^ +(merged|all keys at once) +(\S+) +(.*)$", out, re.M)
+    assert len(rows) == 6
+    for merged, whole in zip(rows[::2], rows[1::2], strict=True):
+        np.testing.assert_allclose(float(merged[1]), float(whole[1]), atol=2e-6)
+        np.testing.assert_allclose(np.fromstring(merged[2], sep=" "), np.fromstring(whole[2], sep=" "), atol=2e-6)
+    assert "-inf" in out  # query 0 sees nothing of the second half
+
+
+def test_demo_notices_a_wrong_result(capsys, monkeypatch):
+    from numbaflash import api
+
+    right = api.forward
+
+    def wrong(*args, **options):
+        out, lse = right(*args, **options)
+        out[0, -1, 0, 0] += 1
+        return out, lse
+
+    monkeypatch.setattr(api, "forward", wrong)
+    status, out, _ = command(capsys, "demo", "--device", "cpu", "--seqlen", "64", "--heads", "1", "--repeats", "1")
+    assert status == 1 and "ABOVE" in out
+
+
+def test_demo_leaves_the_dense_part_out_when_memory_is_short(capsys, monkeypatch):
+    from numbaflash.cli import devices
+
+    monkeypatch.setattr(devices.Cpu, "free_bytes", lambda self: 1000)
+    status, out, _ = command(capsys, "demo", "--device", "cpu", "--seqlen", "64", "--heads", "1", "--repeats", "1", "--full", "--dtype", "float64")
+    assert status == 0 and "dense       not computed: its scores alone take" in out and "the halves make the whole" in out
+
+
+def test_peak_memory_is_measured():
+    from numbaflash.cli.measure import peak_host_bytes
+
+    np.ones(100)
+    with peak_host_bytes() as peak:
+        x = np.ones(100 * 2**20, np.uint8)
+        del x
+    if sys.platform == "linux":
+        assert 95 * 2**20 < peak["bytes"] < 130 * 2**20
+    else:
+        assert peak == {}
+
+
+# ---- explain, support, warmup, cache, env, fuzz
+
+
+def test_explain_says_which_kernel_and_why(capsys):
+    shape = ("--seqlen-q", "100", "--seqlen-k", "300", "--heads", "8", "--kv-heads", "2", "--head-dim", "64", "--causal")
+    status, out, _ = command(capsys, "explain", *shape)
+    assert status == 0 and "cpu" in out and "sm90" in out and "(1, 300, 2, 64)" in out
+    assert command(capsys, "explain", "--seqlen-q", "0")[1].startswith("nothing to compute")
+    refused(capsys, "no kernel family can compute", "explain", "--family", "sm90")
+    refused(capsys, "head dim .* from 1 to 256; got 300", "explain", "--head-dim", "300")
+    refused(capsys, "--device must be cpu, cuda:INDEX or an architecture", "explain", "--device", "auto")
+
+
+@pytest.mark.parametrize(("dtype", "family"), [("bfloat16", "sm90"), ("float32", "simt")])
+def test_explain_for_a_gpu_that_is_not_there(capsys, dtype, family):
+    status, out, err = command(capsys, "explain", "--dtype", dtype, "--device", "sm_90")
+    assert status == 0, err
+    assert re.search(rf"family\W+{family}", out)
+
+
+def test_support_table(capsys):
+    status, out, _ = command(capsys, "support")
+    assert status == 0 and out.startswith("| family |") and "`cpu`" in out
+
+
+def test_cache_list_size_clear(tmp_path, capsys, monkeypatch):
+    from numbaflash.toolchain import cache
+
+    monkeypatch.setenv("NUMBAFLASH_CACHE_DIR", str(tmp_path / "cache"))
+    assert command(capsys, "cache", "size")[1].startswith("0 kernels, 0 B")
+    cache.store("0" * 64, "text", {"entry": "e", "build": "some.module:build", "config": "Config()", "arch": "sm_90a"})
+    status, out, _ = command(capsys, "cache", "list")
+    assert status == 0 and "sm_90a" in out and "some.module:build" in out and "1 kernels" in out
+    assert command(capsys, "cache", "clear")[1].startswith("1 kernels deleted")
+    assert command(capsys, "cache", "size")[1].startswith("0 kernels")
+
+
+def test_warmup_fills_the_cache_for_a_gpu_that_is_not_there(tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    options = ("--dtype", "float32", "--head-dim", "32", "--causal", "yes", "--heads", "2", "--seqlen", "128", "--device", "sm_80", "--workers", "1")
+    environment = os.environ | {"NUMBAFLASH_CACHE_DIR": str(cache)}
+    done = process("warmup", *options, env=environment)
+    assert done.returncode == 0 and "1 kernels built" in done.stdout, done.stdout + done.stderr
+    assert len(list(cache.glob("*.ptx"))) == 1
+    again = process("warmup", *options, env=environment)
+    assert "0 kernels built, 1 in the cache" in again.stdout
+
+
+def test_env_tells_every_probe(tmp_path):
+    done = process("env", "--json", env=os.environ | {"NUMBAFLASH_CACHE_DIR": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for name in ("numbaflash", "python", "numpy", "numba", "numba-cuda", "llvmlite", "cache folder", "cpu compiler", "gpu compiler", "cuda driver", "gpus"):
+        assert found[name].keys() == {"value", "error", "seconds"}
+    assert found["numpy"]["value"] == np.__version__
+    assert "writable" in found["cache folder"]["value"] and "threads" in found["cpu compiler"]["value"]
+    assert found["gpu compiler"]["error"] is None and "PTX" in found["gpu compiler"]["value"]
+
+
+def test_env_goes_on_when_everything_is_broken(tmp_path, monkeypatch, capsys):
+    """Numba, NumPy and ctypes fail at import in the probes' processes, one kills its process, the cache folder is a file."""
+    from numbaflash import environment
+
+    for module in ("numba", "numpy", "cuda"):
+        (tmp_path / f"{module}.py").write_text("raise OSError('broken on purpose')")
+    (tmp_path / "ctypes.py").write_text("import os; os.kill(os.getpid(), 9)")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setenv("NUMBAFLASH_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    found = environment.env()
+    assert found["python"].error is None
+    assert re.search("broken on purpose|ended with status", found["cpu compiler"].error)
+    assert re.search("broken on purpose|ended with status", found["gpu compiler"].error)
+    assert "failed: " in str(found) and json.dumps(found.to_dict())
+    with pytest.raises(KeyError):
+        found["no such probe"]
+
+
+def test_env_ends_a_probe_that_hangs(monkeypatch):
+    from numbaflash import environment
+
+    monkeypatch.setattr(environment, "TIMEOUT", 0.01)
+    assert "no answer within" in environment.env()["cpu compiler"].error
+
+
+def test_fuzz_finds_nothing_in_the_cpu_family(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = command(capsys, "fuzz", "--minutes", "0.03", "--family", "cpu", "--dtype", "float32", "--head-dim", "32", "--seed", "1")
+    assert status == 0, out + err
+    assert "seed 1" in out and "no case failed" in out and not list(tmp_path.iterdir())
+
+
+def test_fuzz_refuses(tmp_path, capsys):
+    refused(capsys, "minutes must be positive", "fuzz", "--minutes", "0")
+    refused(capsys, "library must be one of", "fuzz", "--library", "tensorflow")
+    refused(capsys, "No such file", "fuzz", "--replay", tmp_path / "no.json")
+    refused(capsys, "leave out minutes, seed", "fuzz", "--replay", tmp_path / "no.json", "--minutes", "1", "--seed", "3")
+    (tmp_path / "bad.json").write_text("[]")
+    refused(capsys, "holds no case", "fuzz", "--replay", tmp_path / "bad.json")
+
+
+def test_fuzz_replays_a_case(tmp_path, capsys):
+    from numbaflash.testing import Case
+
+    case = Case(dtype="float32", seqlen_q=3, seqlen_k=5, heads=1, kv_heads=1, head_dim=8, head_dim_v=8)
+    (tmp_path / "case.json").write_text(case.to_json())
+    status, out, err = command(capsys, "fuzz", "--family", "cpu", "--replay", tmp_path / "case.json")
+    assert status == 0 and "passes" in out, out + err
+
+
+# ---- as a process
+
+
+def test_version_and_help_are_light():
+    code = (
+        "import sys, numbaflash.cli\n"
+        "try: numbaflash.cli.main(['--version'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'cupy', 'torch', 'jax', 'sphinx', 'hypothesis', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == f"numbaflash {nf.__version__}"
+    assert process("--help").returncode == 0
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    running = subprocess.Popen([sys.executable, "-m", "numbaflash", "support"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    running.stdout.close()
+    assert running.stderr.read() == b"" and running.wait(60) in (141, -signal.SIGPIPE)
+    running.stderr.close()
+
+
+def test_interrupt_is_one_line(tmp_path):
+    running = subprocess.Popen(
+        [sys.executable, "-u", "-m", "numbaflash", "fuzz", "--family", "cpu", "--minutes", "5"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert running.stdout.readline().startswith("fuzz:")
+    time.sleep(1)
+    running.send_signal(signal.SIGINT)
+    _, err = running.communicate(timeout=60)
+    assert running.returncode == 130 and err == "numbaflash: interrupted\n"
+
+
+def test_memory_that_cannot_be_had_is_one_line(capsys, monkeypatch, tmp_path, operands):
+    from numbaflash import api
+
+    def hungry(*args, **options):
+        raise MemoryError("Unable to allocate 1 PiB")
+
+    files.save(tmp_path / "in.npz", operands)
+    monkeypatch.setattr(api, "forward", hungry)
+    refused(capsys, "not enough memory: Unable to allocate", "run", tmp_path / "in.npz", "--out", tmp_path / "out.npz")
