@@ -11,6 +11,7 @@ of keys ``j`` that query ``i`` may see, where a bound that excludes nothing is `
 from __future__ import annotations
 
 import math
+import numbers
 import operator
 from dataclasses import dataclass
 
@@ -159,7 +160,7 @@ def make_problem(q_shape, k_shape, v_shape, dtypes, *, scale=None, causal=False,
         kv_heads=kv_heads,
         head_dim=head_dim,
         head_dim_v=head_dim_v,
-        scale=_check_scale(scale, head_dim),
+        scale=check_scale(scale, head_dim),
         offset=offset,
         left=left,
         right=right,
@@ -180,21 +181,27 @@ def _check_equal(axis, name, got, other, want):
         raise ValueError(f"{name} must have the same {axis} as {other}; got {got}, expected {want}")
 
 
-def _check_scale(scale, head_dim) -> float:
+def check_scale(scale, head_dim) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):  # an array is refused: reading it could wait for a device
+        raise TypeError(f"scale must be a real number or None (1/sqrt(head_dim)); got {scale!r}")
     try:
-        if isinstance(scale, (str, bytes, bool)):
-            raise TypeError
         value = float(scale)
-    except (TypeError, ValueError):
-        raise TypeError(f"scale must be a real number or None (1/sqrt(head_dim)); got {scale!r}") from None
+    except OverflowError:
+        value = math.inf
     if not math.isfinite(value):
-        raise ValueError(f"scale must be finite; got {value}")
+        raise ValueError(f"scale must be finite; got {scale!r}")
     return value
 
 
-def _check_causal(causal):
+def check_flag(name, value) -> bool:
+    if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
+        return bool(value)
+    raise TypeError(f"{name} must be True or False; got {value!r}")
+
+
+def check_causal(causal):
     if isinstance(causal, str):
         if causal == "top_left":
             return causal
@@ -203,7 +210,7 @@ def _check_causal(causal):
     raise ValueError(f'causal must be False, True (bottom-right) or "top_left"; got {causal!r}')
 
 
-def _check_window(window):
+def check_window(window):
     if window is None:
         return None, None
     try:
@@ -227,8 +234,8 @@ def _check_window(window):
 
 def _band(seqlen_q, seqlen_k, causal, window):
     """(offset, left, right); a bound that excludes no pair becomes None, so it costs nothing and fits int32."""
-    causal = _check_causal(causal)
-    left, right = _check_window(window)
+    causal = check_causal(causal)
+    left, right = check_window(window)
     offset = 0 if causal == "top_left" else seqlen_k - seqlen_q
     if causal:
         right = 0 if right is None else min(right, 0)

@@ -1,0 +1,39 @@
+"""Exact attention (FlashAttention) with GPU kernels written in Numba-CUDA, for every array library."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from ._version import __version__
+
+if TYPE_CHECKING:
+    from .api import Explanation, explain, forward, merge
+    from .environment import env
+    from .problem import UnsupportedError
+    from .toolchain.warmup import warmup
+
+__all__ = ["Explanation", "UnsupportedError", "__version__", "env", "explain", "forward", "merge", "warmup"]
+
+_HOME = {
+    "Explanation": "explanation",
+    "UnsupportedError": "problem",
+    "env": "environment",
+    "explain": "api",
+    "forward": "api",
+    "merge": "api",
+    "warmup": "toolchain.warmup",
+}
+
+
+def __getattr__(name):
+    """Public names are imported when first used, so that importing the package costs nothing."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted(set(globals()) | set(__all__))

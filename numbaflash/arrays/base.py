@@ -1,0 +1,115 @@
+"""What numbaflash needs to know and do with the arrays of a library."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """One array as the rest of the package sees it.
+
+    Attributes
+    ----------
+    address : int
+        Of the first element (not the lowest address when a stride is negative).
+    shape : tuple of int
+    strides : tuple of int
+        In bytes, any sign.
+    dtype : str
+        "float16", "bfloat16", "float32" or "float64"; anything else is the library's own name, for the error message.
+    kind : str
+        "cpu" or "cuda".
+    index : int
+        CUDA device ordinal, 0 on the CPU.
+    readonly : bool
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    kind: str = "cpu"
+    index: int = 0
+    readonly: bool = False
+
+    @property
+    def place(self) -> str:
+        return "the CPU" if self.kind == "cpu" else f"cuda:{self.index}"
+
+
+class Library:
+    """The arrays of one library; a singleton each, found by `numbaflash.arrays.library`.
+
+    `inspect`, `address`, `current_stream` and what `allocator` returns run in every call, everything else in the first of a kind.
+    A ``stream`` is a CUstream handle, or None for the library's current stream on the array's device.
+    """
+
+    name = ""
+    forward: Any = None
+    """Set where a call takes another road than address and launch (JAX, arrays that are borrowed first)."""
+    merge: Any = None
+    """Set where `numbaflash.merge` cannot use array operations."""
+    namespace: Any = None
+    """Module of the array operations: exp, log, maximum, where, swapaxes."""
+    one_device = True
+    """Whether to check that all arrays of a call lie on one device; False where the library does."""
+
+    def inspect(self, x) -> tuple[int, tuple]:
+        """Address of the first element, and a hashable key: arrays of equal keys have equal facts, the address aside."""
+        raise NotImplementedError
+
+    def inspect_result(self, x) -> tuple[int, tuple]:
+        """The same for an array that will be written: its key tells read-only from writable."""
+        return self.inspect(x)
+
+    def describe(self, x, name: str) -> Facts:
+        """Every fact, with a clear error (naming the argument) for an array that cannot be used."""
+        raise NotImplementedError
+
+    def address(self, x) -> int:
+        raise NotImplementedError
+
+    def current_stream(self, index: int):
+        """A function without arguments that returns the handle of the stream now current on a CUDA device."""
+        raise NotImplementedError
+
+    def allocator(self, like, shape: tuple[int, ...], dtype: str):
+        """A function of a stream that returns a new row-major array on the device of ``like``."""
+        raise NotImplementedError
+
+    def contiguous(self, x, stream: int | None):
+        """A new row-major copy of ``x``."""
+        raise NotImplementedError
+
+    def assign(self, target, source, stream: int | None) -> None:
+        """Copy ``source`` into ``target``."""
+        raise NotImplementedError
+
+    def used_on(self, stream: int, arrays) -> None:
+        """Tell the allocator that a stream other than the current one works on these arrays."""
+
+    def written(self, x) -> None:
+        """Tell the library that the caller's array ``x`` has new contents."""
+
+    def cast(self, x, dtype: str):
+        """``x`` in another dtype."""
+        raise NotImplementedError
+
+    def on_device(self, x) -> AbstractContextManager:
+        """A context in which the library's own operations run on the device of ``x``."""
+        return nullcontext()
+
+
+def contiguous_strides(shape, itemsize: int) -> tuple[int, ...]:
+    """Strides in bytes of a row-major array."""
+    strides = []
+    step = itemsize
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))

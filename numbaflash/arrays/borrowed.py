@@ -1,0 +1,286 @@
+"""Arrays of any other library, borrowed through DLPack or ``__cuda_array_interface__``; Numba's device arrays among them.
+
+Such a library cannot be asked for new memory, so results are NumPy arrays for host memory and Numba device arrays for CUDA memory
+(unless ``out`` and ``lse`` are given). Keep borrowed CUDA arrays alive until the stream has done its work: their owner does not know of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from . import numpy as host
+from .base import ITEMSIZE, Facts, Library, contiguous_strides
+from .streams import LEGACY_DEFAULT, stream_handle
+
+
+def adopt(x, name):
+    if isinstance(x, type) or not (hasattr(type(x), "__dlpack__") or hasattr(x, "__cuda_array_interface__")):
+        return None
+    module = type(x).__module__.partition(".")[0]
+    return _LENDERS.setdefault(module, Lender("Numba" if module in ("numba", "numba_cuda") else module))
+
+
+@dataclass(frozen=True, slots=True)
+class Borrowed:
+    """Somebody else's memory, as `Facts` describes it.
+
+    ``stream`` is the one its contents are ordered on (None: no order needed); ``owner`` keeps the memory alive.
+    """
+
+    facts: Facts
+    stream: int | None
+    owner: Any
+
+    @property
+    def shape(self):
+        return self.facts.shape
+
+
+class Lender(Library):
+    """A library whose arrays are borrowed for the length of a call."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def forward(self, q, k, v, *, out, lse, stream, **options):
+        from ..api import forward
+
+        given = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+        lent, stream = self.borrow(given, stream)
+        result = forward(stream=stream, **lent, **options)
+        return _as_given(result, {lent[name]: given[name] for name in ("out", "lse") if given[name] is not None})
+
+    def borrow(self, given, stream=None):
+        """Borrow every array that is not None, ready on one stream; returns that stream too (as given for host memory)."""
+        target = None if stream is None else stream_handle(stream)
+        lent = {name: None if x is None else borrow(x, name, target) for name, x in given.items()}
+        on_device = [b for b in lent.values() if b is not None and b.facts.kind == "cuda"]
+        if on_device:
+            if target is None:
+                target = next((b.stream for b in on_device if b.stream is not None), LEGACY_DEFAULT)
+            for ready in {b.stream for b in on_device} - {None, target}:
+                from .device import wait
+
+                wait(on_device[0].facts.index, target, ready)
+            stream = target
+        return lent, stream
+
+    def describe(self, x, name):
+        return borrow(x, name, None).facts
+
+    def merge(self, outs, lses):
+        given = {("outs", i): x for i, x in enumerate(outs)} | {("lses", i): x for i, x in enumerate(lses)}
+        lent, stream = self.borrow(given)
+        facts = {name: b.facts for name, b in lent.items()}
+        outs, lses = ([facts[kind, i] for i in range(len(outs))] for kind in ("outs", "lses"))
+        if outs[0].kind == "cpu":
+            from ..merging import merge
+
+            return merge([host.typed_view(x) for x in outs], [host.typed_view(x) for x in lses])
+        from .device import empty, merge
+
+        out, lse = (empty(x.index, x.shape, host.dtype_of(x.dtype), stream) for x in (outs[0], lses[0]))
+        merge(outs, lses, *(_row_major(like, MEMORY.address(made)) for like, made in ((outs[0], out), (lses[0], lse))), stream)
+        return out, lse
+
+
+def _as_given(result, originals):
+    if isinstance(result, tuple):
+        return tuple(_as_given(x, originals) for x in result)
+    return originals.get(result, result) if isinstance(result, Borrowed) else result
+
+
+def borrow(x, name: str, stream: int | None) -> Borrowed:
+    """Read one array through DLPack, else through ``__cuda_array_interface__``."""
+    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+        return _through_dlpack(x, name, stream)
+    if hasattr(x, "__cuda_array_interface__"):
+        return _through_interface(x, name)
+    raise TypeError(f"{name} must have __dlpack__ and __dlpack_device__, or __cuda_array_interface__; got {type(x).__name__}")
+
+
+# DLPack: https://dmlc.github.io/dlpack/latest/c_api.html
+
+
+class _Device(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int32), ("index", ctypes.c_int32)]
+
+
+class _DType(ctypes.Structure):
+    _fields_ = [("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16)]
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_size_t),
+        ("device", _Device),
+        ("ndim", ctypes.c_int32),
+        ("dtype", _DType),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+class _Versioned(ctypes.Structure):
+    _fields_ = [
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _Tensor),
+    ]
+
+
+_READONLY = 1
+_KINDS = {1: "cpu", 2: "cuda", 3: "cpu", 13: "cuda"}  # kDLCPU, kDLCUDA, kDLCUDAHost, kDLCUDAManaged
+_CODES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}
+
+_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_pointer.argtypes, _capsule_pointer.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_void_p
+_capsule_has_name = ctypes.pythonapi.PyCapsule_IsValid
+_capsule_has_name.argtypes, _capsule_has_name.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_int
+
+
+def _through_dlpack(x, name, stream):
+    device_type, index = x.__dlpack_device__()
+    kind = _KINDS.get(int(device_type))
+    if kind is None:
+        raise ValueError(f"{name} must lie on the CPU or a CUDA device; got DLPack device type {int(device_type)}")
+    ready = None if kind == "cpu" else (stream or LEGACY_DEFAULT)
+    capsule = _export(x, ready)
+    if _capsule_has_name(capsule, b"dltensor_versioned"):
+        managed = _Versioned.from_address(_capsule_pointer(capsule, b"dltensor_versioned"))
+        if managed.major != 1:
+            raise TypeError(f"{name} must be a DLPack tensor of version 1 or older; got version {managed.major}.{managed.minor}")
+        tensor, readonly = managed.tensor, bool(managed.flags & _READONLY)
+    elif _capsule_has_name(capsule, b"dltensor"):
+        tensor, readonly = _Tensor.from_address(_capsule_pointer(capsule, b"dltensor")), False
+    else:
+        raise TypeError(f"{name}.__dlpack__ must return a new DLPack capsule; got {capsule!r}")
+    dtype = _CODES.get(tensor.dtype.code, "opaque") + str(tensor.dtype.bits)
+    if tensor.dtype.lanes != 1:
+        dtype += f"x{tensor.dtype.lanes}"
+    shape = tuple(tensor.shape[: tensor.ndim])
+    itemsize = -(-tensor.dtype.bits * tensor.dtype.lanes // 8)
+    strides = tuple(n * itemsize for n in tensor.strides[: tensor.ndim]) if tensor.strides else contiguous_strides(shape, itemsize)
+    facts = Facts(tensor.data + tensor.byte_offset, shape, strides, dtype, kind, int(index) if kind == "cuda" else 0, readonly)
+    # The capsule stays unconsumed: its own destructor gives the memory back when the call is over.
+    return Borrowed(facts, ready, (x, capsule))
+
+
+def _export(x, stream):
+    arguments = {} if stream is None else {"stream": stream}
+    try:
+        return x.__dlpack__(max_version=(1, 0), **arguments)
+    except TypeError:  # an exporter from before DLPack 1.0
+        return x.__dlpack__(**arguments)
+
+
+# https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html
+
+
+def _through_interface(x, name):
+    told = x.__cuda_array_interface__
+    if told.get("mask") is not None:
+        raise TypeError(f"{name} must be a plain array; its __cuda_array_interface__ has a mask")
+    address, readonly = told["data"]
+    address, shape = int(address or 0), tuple(told["shape"])
+    dtype = _interface_dtype(x, told["typestr"], name)
+    strides = told.get("strides")
+    strides = contiguous_strides(shape, ITEMSIZE.get(dtype, 1)) if strides is None else tuple(strides)
+    index = _device_of(address, name) if address else _index_told(x)
+    return Borrowed(Facts(address, shape, strides, dtype, "cuda", index, bool(readonly)), told.get("stream"), x)
+
+
+def _device_of(address: int, name: str) -> int:
+    """Ordinal of the device whose memory holds an address: the protocol does not say."""
+    from ..toolchain.driver import driver
+
+    ordinal, index = 9, ctypes.c_int()  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    cuda = driver()
+    cuda.check(cuda.cuPointerGetAttribute(ctypes.byref(index), ordinal, ctypes.c_uint64(address)), "cuPointerGetAttribute", f"address of {name}")
+    return index.value
+
+
+def _index_told(x) -> int:
+    """Device of an array without memory (no element)."""
+    device = getattr(x, "device", None)
+    told = getattr(device, "index", getattr(device, "id", device))
+    return told if isinstance(told, int) else 0
+
+
+def _interface_dtype(x, typestr, name) -> str:
+    """bfloat16 has no letter in the protocol: it shows as two opaque bytes, and only the array's own dtype tells."""
+    dtype = np.dtype(typestr)
+    if dtype.kind == "V":
+        told = getattr(x, "dtype", None)
+        return getattr(told, "name", None) or f"{typestr} (if this is bfloat16, hand it over through DLPack)"
+    return host.dtype_name(dtype)
+
+
+class Memory(Library):
+    """Borrowed arrays, and the NumPy and Numba arrays that are made beside them."""
+
+    name = "borrowed memory"
+
+    def inspect(self, x):
+        facts = x.facts
+        return facts.address, (facts.shape, facts.strides, facts.dtype, facts.kind, facts.index, facts.readonly, facts.address & 15)
+
+    def describe(self, x, name):
+        return x.facts
+
+    def address(self, x):
+        if isinstance(x, Borrowed):
+            return x.facts.address
+        if isinstance(x, np.ndarray):
+            return host.address(x)
+        return int(x.__cuda_array_interface__["data"][0] or 0)
+
+    def current_stream(self, index):
+        return lambda: LEGACY_DEFAULT
+
+    def allocator(self, like, shape, dtype):
+        dtype = host.dtype_of(dtype)
+        if like.facts.kind == "cpu":
+            return lambda stream: np.empty(shape, dtype)
+        from .device import empty
+
+        return lambda stream: empty(like.facts.index, shape, dtype, stream)
+
+    def contiguous(self, x, stream):
+        facts = x.facts
+        if facts.kind == "cpu":
+            return np.array(host.bits_view(facts), order="C")
+        from .device import copy, empty
+
+        made = empty(facts.index, facts.shape, np.dtype(f"u{ITEMSIZE[facts.dtype]}"), stream)  # the bits are copied, whatever they mean
+        copy(_row_major(facts, self.address(made)), facts, stream)
+        return made
+
+    def assign(self, target, source, stream):
+        facts = target.facts
+        row_major = _row_major(facts, self.address(source))
+        if facts.kind == "cpu":
+            np.copyto(host.bits_view(facts), host.bits_view(row_major))
+        else:
+            from .device import copy
+
+            copy(facts, row_major, stream)
+
+
+def _row_major(facts, address):
+    """Facts of a row-major array of the same shape, dtype and device."""
+    return Facts(address, facts.shape, contiguous_strides(facts.shape, ITEMSIZE[facts.dtype]), facts.dtype, facts.kind, facts.index)
+
+
+MEMORY = Memory()
+_LENDERS: dict[str, Lender] = {}
+sys.modules[__package__].LIBRARIES[Borrowed] = MEMORY

@@ -1,0 +1,65 @@
+"""JAX arrays and tracers: XLA allocates, orders and launches (see `numbaflash.jax`), so there is nothing to point at here."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from .base import Facts, Library, contiguous_strides
+
+
+def adopt(x, name):
+    return JAX if isinstance(x, jax.Array) else None
+
+
+class JAX(Library):
+    name = "JAX"
+    namespace = jax.numpy
+    one_device = False
+
+    def forward(self, q, k, v, *, out, lse, stream, **options):
+        from ..jax import forward
+
+        for argument, given in (("out", out), ("lse", lse)):
+            if given is not None:
+                raise ValueError(f"{argument} cannot be given with JAX arrays, which are immutable; use the arrays that are returned")
+        if stream is not None:
+            raise ValueError("stream cannot be given with JAX arrays: XLA chooses the stream of every operation")
+        return forward(q, k, v, **options)
+
+    def describe(self, x, name):
+        shape = tuple(x.shape)
+        kind, index = self._place(x, name)
+        strides = contiguous_strides(shape, np.dtype(x.dtype).itemsize)
+        return Facts(0, shape, strides, np.dtype(x.dtype).name, kind, index, readonly=True)
+
+    def cast(self, x, dtype):
+        return x.astype(dtype)
+
+    def _place(self, x, name):
+        if isinstance(x, jax.core.Tracer):
+            device = _default_device()
+        else:
+            if x.is_deleted():
+                raise ValueError(f"{name} has been deleted (its buffer was donated to a jitted function or freed by delete())")
+            devices = x.devices()
+            if len(devices) > 1:
+                raise ValueError(
+                    f"{name} must lie on one device; it is spread over {len(devices)} ({x.sharding}). "
+                    "Call numbaflash.forward inside jax.shard_map, where each device sees its part"
+                )
+            (device,) = devices
+        if device.platform not in ("cpu", "gpu", "cuda"):
+            raise ValueError(f"{name} must lie on the CPU or a CUDA device; got {device}")
+        return ("cpu", 0) if device.platform == "cpu" else ("cuda", device.local_hardware_id)
+
+
+def _default_device():
+    """Where a traced computation is going to run, as far as tracing can tell."""
+    device = jax.config.jax_default_device
+    if isinstance(device, str):
+        return jax.local_devices(backend=device)[0]
+    return device if device is not None else jax.local_devices()[0]
+
+
+JAX = JAX()

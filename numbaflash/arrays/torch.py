@@ -1,0 +1,127 @@
+"""PyTorch tensors, on the CPU and on CUDA devices."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+from torch.autograd import forward_ad
+
+from .base import Facts, Library
+
+
+def adopt(x, name):
+    if not isinstance(x, torch.Tensor):
+        return None
+    if getattr(type(x), "__torch_dispatch__", _PLAIN) is not _PLAIN:
+        raise TypeError(
+            f"{name} must be a plain torch tensor; got {type(x).__name__}, which computes by its own rules and has no memory of its own to read. "
+            "Unwrap it first (for a DTensor, to_local())"
+        )
+    return TORCH
+
+
+_PLAIN = torch.Tensor.__torch_dispatch__
+
+
+def _current_stream_function():
+    """A raw handle without building a Stream object, where this version of torch has it."""
+    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return raw if raw is not None else lambda index: torch.cuda.current_stream(index).cuda_stream
+
+
+def _recorded(x) -> bool:
+    """Whether torch would expect an operation on ``x`` to be recorded for a derivative."""
+    if x.requires_grad and torch.is_grad_enabled():
+        return True
+    return getattr(forward_ad, "_current_level", -1) >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
+class Torch(Library):
+    name = "PyTorch"
+    namespace = torch
+
+    def inspect(self, x):
+        at = x.data_ptr()
+        return at, (x.shape, x.stride(), x.dtype, x.device, at & 15, x.is_neg(), _recorded(x))
+
+    def describe(self, x, name):
+        self._check(x, name)
+        size = x.element_size()
+        return Facts(
+            address=x.data_ptr(),
+            shape=tuple(x.shape),
+            strides=tuple(step * size for step in x.stride()),
+            dtype=str(x.dtype).removeprefix("torch."),
+            kind=x.device.type,
+            index=x.device.index or 0,
+        )
+
+    def _check(self, x, name):
+        if torch._C._functorch.is_functorch_wrapped_tensor(x):
+            raise TypeError(f"{name} is traced by torch.func (vmap, grad, jvp, ...); numbaflash.forward reads memory and cannot be transformed by it")
+        if x.is_nested:
+            raise TypeError(f"{name} must be a dense tensor; got a nested tensor. Pad it first ({name}.to_padded_tensor(0.0))")
+        if x.layout is not torch.strided:
+            raise TypeError(f"{name} must be a dense tensor; got layout {x.layout}. Convert it first ({name}.to_dense())")
+        if x.is_quantized:
+            raise TypeError(f"{name} must not be quantized; got dtype {x.dtype}. Convert it first ({name}.dequantize())")
+        if x.device.type == "cuda" and torch.version.hip:
+            raise ValueError(f"{name} must lie on the CPU or an NVIDIA GPU; got an AMD GPU (a ROCm build of torch)")
+        if x.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"{name} must lie on the CPU or a CUDA device; got device {x.device}")
+        if _recorded(x):
+            raise ValueError(
+                f"{name} takes part in automatic differentiation, and numbaflash.forward records nothing: its result would be cut from the graph. "
+                f"Call it under torch.no_grad() or torch.inference_mode(), or pass {name}.detach()"
+            )
+        if x.is_neg() or x.is_conj():
+            raise ValueError(f"{name} has a pending negation or conjugation (torch.imag and conj views); pass {name}.resolve_neg().resolve_conj()")
+
+    def address(self, x):
+        return x.data_ptr()
+
+    def current_stream(self, index):
+        raw = _current_stream_function()
+        return lambda: raw(index)
+
+    def allocator(self, like, shape, dtype):
+        empty, dtype, device = torch.empty, getattr(torch, dtype), like.device
+
+        def allocate(stream):
+            if stream is None:
+                return empty(shape, dtype=dtype, device=device)
+            with _on(device, stream):
+                return empty(shape, dtype=dtype, device=device)
+
+        return allocate
+
+    def contiguous(self, x, stream):
+        with _on(x.device, stream):
+            return x.clone(memory_format=torch.contiguous_format)
+
+    def assign(self, target, source, stream):
+        with _on(target.device, stream):
+            target.copy_(source)
+
+    def used_on(self, stream, arrays):
+        for x in arrays:
+            if stream != torch.cuda.current_stream(x.device).cuda_stream:
+                x.record_stream(torch.cuda.ExternalStream(stream, x.device))
+
+    def written(self, x):
+        torch.autograd.graph.increment_version(x)
+
+    def cast(self, x, dtype):
+        return x.to(getattr(torch, dtype))
+
+    def on_device(self, x):
+        return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def _on(device, stream):
+    """The given stream current; every torch operation is on the device of its tensors anyway."""
+    return nullcontext() if stream is None else torch.cuda.stream(torch.cuda.ExternalStream(stream, device))
+
+
+TORCH = Torch()

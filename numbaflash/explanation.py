@@ -1,0 +1,103 @@
+"""Say how a call would run, without running it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+from . import dispatch
+from .arrays import one_library
+from .call import describe, device_of, plan_call
+from .problem import Problem, check_flag
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How `forward` would run a problem; print it.
+
+    Attributes
+    ----------
+    problem : Problem
+    device : Device
+    plan : Plan or None
+        None when the result has no element, so that nothing is launched.
+    resources : dict
+        Registers, spills and the like of the kernel, as its family counts them.
+    families : dict of str to tuple of str
+        Every other family with the reasons why it was not chosen.
+    """
+
+    problem: Problem
+    device: dispatch.Device
+    plan: dispatch.Plan | None
+    resources: dict[str, Any] = field(default_factory=dict)
+    families: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __str__(self):
+        p, plan = self.problem, self.plan
+        where = self.device.name if self.device.kind == "cpu" else f"{self.device.name} (cuda:{self.device.index})"
+        lines = [
+            ("problem", f"{p.dtype}, q {p.q_shape}, k {p.k_shape}, v {p.v_shape}"),
+            ("mask", _mask(p)),
+            ("scale", f"{p.scale:.6g}"),
+            ("device", where),
+        ]
+        if plan is None:
+            lines.append(("kernel", "none: the result has no element"))
+        else:
+            lines += [
+                ("family", plan.family),
+                ("config", _config(plan.config)),
+            ]
+            if self.device.kind == "cuda":
+                lines.append(
+                    ("grid", f"{' x '.join(map(str, plan.grid))} blocks of {plan.threads} threads, {plan.shared_bytes} bytes of shared memory each")
+                )
+            else:
+                lines.append(("threads", str(plan.threads)))
+            lines += [
+                ("resources", ", ".join(f"{name} {value}" for name, value in self.resources.items()) or "not counted"),
+                ("copies", "; ".join(f"{name}: {reason}" for name, reason in plan.copies.items()) or "none"),
+            ]
+        lines += [(f"not {name}", "; ".join(reasons)) for name, reasons in self.families.items()]
+        width = max(len(name) for name, _ in lines)
+        return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
+
+
+def _mask(p: Problem) -> str:
+    if p.left is None and p.right is None:
+        return "none: every query sees every key"
+    low = "" if p.left is None else f"{_term(p.offset - p.left)} <= "
+    high = "" if p.right is None else f" <= {_term(p.offset + p.right)}"
+    return f"query i sees keys {low}j{high}"
+
+
+def _term(n) -> str:
+    return "i" if n == 0 else f"i {'+' if n > 0 else '-'} {abs(n)}"
+
+
+def _config(config) -> str:
+    if config is None:
+        return "none"
+    if is_dataclass(config):
+        return ", ".join(f"{f.name} {getattr(config, f.name)}" for f in fields(config))
+    return str(config)
+
+
+def explain(q, k, v, *, scale, causal, window, return_lse, out, lse) -> Explanation:
+    """See `numbaflash.explain`."""
+    given = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+    with_lse = check_flag("return_lse", return_lse) or lse is not None
+    arrays = {name: x for name, x in given.items() if x is not None}
+    library = one_library(**arrays)
+    facts, problem = describe(library, arrays, {"scale": scale, "causal": causal, "window": window})
+    device = device_of(facts["q"])
+    if problem.is_empty:
+        return Explanation(problem, device, None)
+    plan = plan_call(problem, facts, with_lse, device)
+    families = {}
+    for name in dispatch.FAMILIES:
+        if name != plan.family:
+            reasons = plan.rejected.get(name) or dispatch.family(name).supports(problem, device)
+            families[name] = tuple(reasons) or (f"{plan.family} is preferred",)
+    return Explanation(problem, device, plan, dispatch.family(plan.family).resources(plan), families)
