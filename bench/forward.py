@@ -12,11 +12,10 @@ import sys
 import time
 from pathlib import Path
 
-from . import evidence, gpu, plots, records, table, timing
+from . import evidence, gpu, plots, prebuild, records, table, timing
 from .accuracy import Sample
 from .cells import DTYPES, grid, heads_of
 from .peers import NAMES, find, one_line
-from .prebuild import prebuild
 from .progress import Progress, colour_wanted
 
 FULL = {"dims": "64,128,256", "seqlens": "512,1024,2048,4096,8192,16384", "dtypes": "bf16,fp16", "causal": "full,causal", "heads": "mha,gqa"}
@@ -89,10 +88,23 @@ def _integers(name, text, most) -> list[int]:
 
 
 class Run:
-    """One run over a grid: measures the cells and gathers the records."""
+    """One run over a grid: measures the cells and gathers the records.
 
-    def __init__(self, options, libraries, common, device):
+    Parameters
+    ----------
+    options : argparse.Namespace
+        From `parse`.
+    libraries : dict of str to Library
+    common : dict
+        Fields of every record.
+    device : bench.gpu.Gpu
+    built : list of dict
+        From `prebuild.prebuild`: evidence that need not be gathered again.
+    """
+
+    def __init__(self, options, libraries, common, device, built=()):
         self.options, self.libraries, self.common, self.device = options, libraries, common, device
+        self.told = {(report["library"], report["cell"]): report["evidence"] for report in built if "evidence" in report}
         self.records = []
 
     def cell(self, cell, target_ms, note) -> tuple[int, float]:
@@ -134,11 +146,8 @@ class Run:
             error, complaint = sample.judge(bound[0]())
             if complaint:
                 return None, {}, complaint
-            facts = {"error_per_tolerance": error}
-            try:
-                facts |= library.evidence(*sets[0], cell.causal)
-            except Exception as failure:  # the library computes, it only does not say how
-                facts["evidence_error"] = one_line(failure)
+            told = self.told.get((library.name, str(cell)))
+            facts = {"error_per_tolerance": error, **(prebuild.evidence(library, *sets[0], cell.causal) if told is None else told)}
         turn = itertools.cycle(bound)
 
         def call():
@@ -205,8 +214,8 @@ def main(arguments=None) -> int:
     progress = Progress(len(options.cells), "forward")
     try:
         with torch.no_grad():
-            prebuild(options.cells, libraries, progress.note)
-            run = Run(options, libraries, common, gpu.Gpu(options.seed))
+            built = prebuild.prebuild(options.cells, libraries, progress.note)
+            run = Run(options, libraries, common, gpu.Gpu(options.seed), built)
             measure(run, path, options.budget - (time.monotonic() - start), progress)
     except KeyboardInterrupt:
         print(f"interrupted; what was measured is in {path}", file=sys.stderr)

@@ -6,6 +6,7 @@ All of them get the same (batch, seqlen, heads, head_dim) arrays, allocate their
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 from contextlib import nullcontext
 
@@ -71,8 +72,17 @@ class Numbaflash(Library):
         return lambda: forward(q, k, v, causal=causal)
 
     def evidence(self, q, k, v, causal):
-        plan = self._numbaflash.explain(q, k, v, causal=causal)
-        return {"family": plan.family, "config": repr(plan.config), "grid": list(plan.grid), "threads": plan.threads, "copies": dict(plan.copies)}
+        told = self._numbaflash.explain(q, k, v, causal=causal)
+        plan = told.plan
+        return {
+            "family": plan.family,
+            "config": repr(plan.config),
+            "grid": list(plan.grid),
+            "threads": plan.threads,
+            "shared_bytes": plan.shared_bytes,
+            "copies": dict(plan.copies),
+            "resources": json.loads(json.dumps(told.resources, default=str)),
+        }
 
 
 class Fa4(Library):

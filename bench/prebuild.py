@@ -46,7 +46,7 @@ def prebuild(cells, libraries, note, *, timeout=300.0) -> list[dict]:
     Returns
     -------
     list of dict
-        ``library``, ``cell``, ``seconds`` of each call, or ``error``.
+        ``library``, ``cell``, ``seconds`` and ``evidence`` of each call, or ``error``.
     """
     names = [name for name in libraries if name in PREBUILT]
     hands = groups(cells, min(WORKERS, max(1, (os.cpu_count() or 2) // 2)))
@@ -91,6 +91,14 @@ def summary(results, workers: int, seconds: float) -> str:
     return f"prebuild: {seconds:.0f} s in {workers} processes; " + ("; ".join(parts) or "nothing was built")
 
 
+def evidence(library, q, k, v, causal) -> dict:
+    """`Library.evidence`, or ``evidence_error``: a library that computes and does not say how is measured all the same."""
+    try:
+        return library.evidence(q, k, v, causal)
+    except Exception as error:
+        return {"evidence_error": one_line(error)}
+
+
 def main(arguments) -> int:
     import torch
 
@@ -107,6 +115,7 @@ def main(arguments) -> int:
                     library.bind(q, k, v, cell.causal)()
                     torch.cuda.synchronize()
                     report["seconds"] = time.monotonic() - start
+                    report["evidence"] = evidence(library, q, k, v, cell.causal)
                 except Exception as error:  # one library's failure must not keep the others from being built
                     report["error"] = one_line(error)
                 print(json.dumps(report), flush=True)

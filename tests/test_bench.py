@@ -306,7 +306,9 @@ class OnCpu(peers.Library):
 
 def simulated_run(options, device, **libraries):
     common = {"gpu": "NVIDIA Simulated", "driver": "1"}
-    return forward.Run(options, {name: OnCpu(name, device, **how) for name, how in libraries.items()}, common, device)
+    built = [{"library": "fa2", "cell": str(options.cells[0]), "error": "x"}]
+    built += [{"library": "numbaflash", "cell": str(cell), "seconds": 1.0, "evidence": {"family": "prebuilt"}} for cell in options.cells[1:]]
+    return forward.Run(options, {name: OnCpu(name, device, **how) for name, how in libraries.items()}, common, device, built)
 
 
 def test_a_run_measures_what_is_right_and_reports_the_rest(tmp_path, monkeypatch, capsys):
@@ -332,7 +334,8 @@ def test_a_run_measures_what_is_right_and_reports_the_rest(tmp_path, monkeypatch
     by_name = {r["library"]: r for r in saved if r["causal"]}
     assert by_name["numbaflash"]["ms"] == pytest.approx(1.0) and by_name["cudnn"]["ms"] == pytest.approx(2.0)
     assert by_name["numbaflash"]["tflops"] == pytest.approx(options.cells[1].flops / 1e9)
-    assert 0 <= by_name["numbaflash"]["error_per_tolerance"] <= 1 and by_name["numbaflash"]["family"] == "family of numbaflash"
+    assert 0 <= by_name["numbaflash"]["error_per_tolerance"] <= 1 and by_name["numbaflash"]["family"] == "prebuilt"
+    assert [r["family"] for r in saved if r["library"] == "numbaflash" and not r["causal"]] == ["family of numbaflash"]
     assert [r["kernels"] for r in saved if r["ms"] is not None] == [[f"kernel {n}"] for n in range(4)]
     assert by_name["cudnn"]["evidence_error"] == "RuntimeError: does not tell"
     assert by_name["fa4"]["skipped"].startswith("wrong result: out[")
