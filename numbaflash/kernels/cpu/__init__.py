@@ -1,0 +1,49 @@
+"""Kernels for the CPU, compiled by Numba: any dtype, head dim, band and strides.
+
+``forward`` is the algorithm, ``microkernel`` its matrix products, ``vector`` and ``exp2`` the arithmetic, ``convert`` the
+dtypes, ``config`` the choice of tiles and ``launch`` threads and compilation.
+"""
+
+from __future__ import annotations
+
+from ...dispatch import Device, Layouts, Plan
+from ...problem import Problem
+
+__all__ = ["plan", "prepare", "resources", "supports"]
+
+
+def supports(problem: Problem, device: Device) -> tuple[str, ...]:
+    """Reasons why this family cannot compute the problem there; empty when it can."""
+    return () if device.kind == "cpu" else (f"it computes on the CPU, the arrays are on {device.name}",)
+
+
+def plan(problem: Problem, layouts: Layouts, device: Device) -> Plan:
+    """Choose tiles and threads; nothing is compiled."""
+    from . import config, launch
+
+    threads = launch.available_threads()
+    choice = config.choose(problem, threads)
+    items = config.work_items(problem, choice)
+    return Plan(
+        family="cpu",
+        problem=problem,
+        device=device,
+        layouts=layouts,
+        config=choice,
+        grid=(items,),
+        threads=config.useful_threads(problem, items, threads),
+    )
+
+
+def prepare(plan: Plan):
+    """Compile the kernel, or fetch it from the cache, and return the `Launch`."""
+    from . import launch
+
+    return launch.prepare(plan)
+
+
+def resources(plan: Plan) -> dict:
+    """What a launch takes: threads, bytes of workspace a thread, and the vector instructions."""
+    from . import launch
+
+    return launch.resources(plan)
