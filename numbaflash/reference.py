@@ -63,7 +63,7 @@ def _weighted_sum(weights, seen, values):
         return weights @ values
     finite = np.where(np.isfinite(values), values, 0.0)
     out = weights @ finite
-    for row, col in zip(*np.nonzero(~np.isfinite(values)), strict=True):
+    for row, col in zip(*np.nonzero(~np.isfinite(values) & seen.any(axis=0)[:, None]), strict=True):
         sees = seen[:, row]
         out[sees, col] += weights[sees, row] * values[row, col]
     return out

@@ -47,13 +47,15 @@ class Placement:
         pad = self.pad or (0,) * rank
         if sorted(order) != list(range(rank)) or len(step) != rank or len(pad) != rank or min(pad) < 0 or self.offset < 0:
             raise ValueError(f"{self} does not fit an operand of {rank} axes")
+        if 0 in shape:  # no element to lay out; NumPy accepts few strides here
+            return self.offset, self.offset, (1,) * rank
         size, first, strides = 1, self.offset, [0] * rank
         for axis in reversed(order):
             n = shape[axis]
             strides[axis] = step[axis] * size
-            if step[axis] < 0 and n:
+            if step[axis] < 0:
                 first += (n - 1) * -step[axis] * size
-            size *= (1 if step[axis] == 0 and n else n * abs(step[axis])) + pad[axis]
+            size *= (1 if step[axis] == 0 else n * abs(step[axis])) + pad[axis]
         return size + self.offset, first, tuple(strides)
 
     def without_negative(self) -> Placement:
@@ -191,7 +193,7 @@ class Case:
             memory[name] = Memory.filled(dtype, shape, getattr(self, name), SENTINEL[dtype])
         inputs = [memory[name] for name in "qkv"]
         rng = np.random.default_rng(self.seed)
-        shapes = [tuple(1 if s == 0 and n else n for n, s in zip(m.shape, m.strides, strict=True)) for m in inputs]
+        shapes = [tuple(1 if s == 0 else n for n, s in zip(m.shape, m.strides, strict=True)) for m in inputs]
         values = fill(self.values, self.dtype, rng, *shapes)
         garbage = {"finite": 3000.0, "nan": np.nan, "inf": np.inf}[self.hidden]
         queries, keys = touched(problem)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 import sys
@@ -155,7 +156,7 @@ def _library(library, family) -> str:
 
 
 def _device(library, index):
-    if library in ("numpy", "torch"):
+    if library in ("numpy", "torch") or (library == "jax" and importlib.import_module("jax").default_backend() == "cpu"):
         return CPU
     from .. import toolchain
 
