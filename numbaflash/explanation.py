@@ -94,10 +94,14 @@ def explain(q, k, v, *, scale, causal, window, return_lse, out, lse) -> Explanat
     device = device_of(facts["q"])
     if problem.is_empty:
         return Explanation(problem, device, None)
-    plan = plan_call(problem, facts, with_lse, device)
+    return explain_plan(plan_call(problem, facts, with_lse, device))
+
+
+def explain_plan(plan: dispatch.Plan) -> Explanation:
+    """Explain a plan, whether or not its device is here."""
     families = {}
     for name in dispatch.FAMILIES:
         if name != plan.family:
-            reasons = plan.rejected.get(name) or dispatch.family(name).supports(problem, device)
+            reasons = plan.rejected.get(name) or dispatch.family(name).supports(plan.problem, plan.device)
             families[name] = tuple(reasons) or (f"{plan.family} is preferred",)
-    return Explanation(problem, device, plan, dispatch.family(plan.family).resources(plan), families)
+    return Explanation(plan.problem, plan.device, plan, dispatch.family(plan.family).resources(plan), families)

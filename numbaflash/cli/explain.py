@@ -23,6 +23,7 @@ def add_parser(commands) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     from ..dispatch import make_plan, use_family
+    from ..explanation import explain_plan
     from ..problem import make_problem
     from ..support import contiguous_layouts
     from .devices import planned_device
@@ -32,5 +33,6 @@ def run(arguments: argparse.Namespace) -> int:
         if problem.is_empty:
             print("nothing to compute: the result has no element")
             return 0
-        print(make_plan(problem, contiguous_layouts(problem, lse=arguments.lse), planned_device(arguments.device)))
+        device = planned_device(arguments.device)
+        print(explain_plan(make_plan(problem, contiguous_layouts(problem, lse=arguments.lse), device)))
     return 0
