@@ -18,8 +18,15 @@ from .errors import CommandError
 COMMANDS = (run, demo, explain, env, cache, warmup, fuzz, support)
 
 
+class Parser(argparse.ArgumentParser):
+    """Tells a wrong argument in one line, as every other error."""
+
+    def error(self, message):
+        self.exit(2, f"numbaflash: error: {message} ({self.prog} --help lists the options)\n")
+
+
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="numbaflash",
         description="Exact attention (FlashAttention) on the CPU and on NVIDIA GPUs.",
         epilog="numbaflash COMMAND --help tells the options of a command.",
