@@ -45,7 +45,7 @@ def forward(q, k, v, *, scale=None, causal=False, window=None, return_lse=False,
         the other arrays. Not for JAX.
     lse : array, (batch, heads, seqlen_q), optional
         Where to write the LSE, float32 (float64 for float64); it is filled whether or not it is returned. Not for JAX.
-    stream : stream of CuPy, torch, Numba or cuda.core, or int handle, optional
+    stream : stream of CuPy, torch, Numba or CUDA Python, or int handle, optional
         CUDA stream to work on; by default the library's current stream on the arrays' device. Not for arrays on the CPU, nor for JAX.
 
     Returns
@@ -106,10 +106,12 @@ def forward(q, k, v, *, scale=None, causal=False, window=None, return_lse=False,
         k_at, k_key = inspect(k)
         v_at, v_key = inspect(v)
         if out is not None:
-            one_library(q=q, out=out)
+            if LIBRARIES.get(type(out)) is not library:
+                one_library(q=q, out=out)
             out_at, out_key = library.inspect_result(out)
         if lse is not None:
-            one_library(q=q, lse=lse)
+            if LIBRARIES.get(type(lse)) is not library:
+                one_library(q=q, lse=lse)
             lse_at, lse_key = library.inspect_result(lse)
     except Exception:
         for name, x in _present(q=q, k=k, v=v, out=out, lse=lse).items():
@@ -135,7 +137,12 @@ def forward(q, k, v, *, scale=None, causal=False, window=None, return_lse=False,
         lse = call.new_lse(place)
         lse_at = library.address(lse)
 
-    if call.simple and q_at and k_at and v_at and out_at and not (out_at | lse_at) & 15:
+    apart = call.apart
+    if (
+        call.simple
+        and (q_at and k_at and v_at and out_at)
+        and (apart(q_at, k_at, v_at, out_at, lse_at) if apart is not None else not (out_at | lse_at) & 15)
+    ):
         call.launch(q_at, k_at, v_at, out_at, lse_at, handle)
     elif call.launch is not None:
         if (out_key is None and out_at & 15) or (lse_key is None and lse_at & 15):  # less than every plan takes for granted: another kind

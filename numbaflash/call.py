@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from . import dispatch
 from .arrays import ITEMSIZE, Facts, Library, contiguous_strides
-from .memory import overlaps, overlaps_itself
+from .memory import extent, overlaps, overlaps_itself
 from .problem import Problem, check_result, make_problem
 
 RESULTS = ("out", "lse")
@@ -45,7 +45,10 @@ class Call:
     facts : dict of str to Facts
         Of the arrays of the first call of this kind, whose addresses mean nothing later.
     simple : bool
-        Nothing to do but launch: no copy, no result given by the caller.
+        Nothing to do but launch: something to compute, and no copy.
+    apart : callable or None
+        Of five addresses: whether results that the caller gave lie wholly beside everything else, the quick answer to what
+        `launch_checked` looks into. None when the results are new.
     """
 
     plan: dispatch.Plan | None
@@ -56,6 +59,7 @@ class Call:
     index: int | None
     facts: dict[str, Facts]
     simple: bool
+    apart: Callable[[int, int, int, int, int], bool] | None
 
     def launch_checked(self, library: Library, arrays: dict, addresses: dict, stream: int | None, handle: int) -> None:
         """Launch with what only some calls need: checks of addresses, and copies."""
@@ -124,13 +128,48 @@ def prepare(key, library: Library, arrays: dict, options: dict, with_lse: bool) 
         current_stream=library.current_stream(q.index) if on_gpu else int,
         index=q.index if on_gpu else None,
         facts=facts,
-        simple=launch is not None and not plan.copies and not any(name in facts for name in RESULTS),
+        simple=launch is not None and not plan.copies,
+        apart=_apart(facts) if any(name in facts for name in RESULTS) else None,
     )
     with _lock:
         while len(_prepared) >= MAX_CALLS:
             del _prepared[next(iter(_prepared))]
         _prepared[key] = call
     return call
+
+
+def _apart(facts: dict[str, Facts]):
+    """See `Call.apart`."""
+    ends = []
+    for name in dispatch.OPERANDS:
+        if name in facts:
+            given = facts[name]
+            ends += extent(0, given.shape, given.strides, ITEMSIZE[given.dtype])
+        else:
+            ends += [0, 0]
+    q_low, q_high, k_low, k_high, v_low, v_high, out_low, out_high, lse_low, lse_high = ends
+    has_out, has_lse = (name in facts for name in RESULTS)
+
+    def apart(q, k, v, out, lse):
+        if has_out:
+            low, high = out + out_low, out + out_high
+            if (q + q_low < high and low < q + q_high) or (k + k_low < high and low < k + k_high) or (v + v_low < high and low < v + v_high):
+                return False
+            if has_lse and lse + lse_low < high and low < lse + lse_high:
+                return False
+        elif out & 15:  # a new array of less alignment than plans take for granted
+            return False
+        if has_lse:
+            if not lse:
+                return False
+            low, high = lse + lse_low, lse + lse_high
+            if (q + q_low < high and low < q + q_high) or (k + k_low < high and low < k + k_high) or (v + v_low < high and low < v + v_high):
+                return False
+        elif lse & 15:
+            return False
+        return True
+
+    return apart
 
 
 def forget() -> None:

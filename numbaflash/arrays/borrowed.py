@@ -195,22 +195,15 @@ def _through_interface(x, name):
     dtype = _interface_dtype(x, told["typestr"], name)
     strides = told.get("strides")
     strides = contiguous_strides(shape, ITEMSIZE.get(dtype, 1)) if strides is None else tuple(strides)
-    index = _device_of(address, name) if address else _index_told(x)
-    return Borrowed(Facts(address, shape, strides, dtype, "cuda", index, bool(readonly)), told.get("stream"), x)
+    return Borrowed(Facts(address, shape, strides, dtype, "cuda", _device_index(x, address), bool(readonly)), told.get("stream"), x)
 
 
-def _device_of(address: int, name: str) -> int:
-    """Ordinal of the device whose memory holds an address: the protocol does not say."""
-    from ..toolchain.driver import driver
+def _device_index(x, address: int) -> int:
+    """The protocol does not tell the device: the driver knows whose memory it is, unless the array has no element."""
+    if address:
+        from ..toolchain import device_of_address
 
-    ordinal, index = 9, ctypes.c_int()  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-    cuda = driver()
-    cuda.check(cuda.cuPointerGetAttribute(ctypes.byref(index), ordinal, ctypes.c_uint64(address)), "cuPointerGetAttribute", f"address of {name}")
-    return index.value
-
-
-def _index_told(x) -> int:
-    """Device of an array without memory (no element)."""
+        return device_of_address(address)
     device = getattr(x, "device", None)
     told = getattr(device, "index", getattr(device, "id", device))
     return told if isinstance(told, int) else 0

@@ -9,12 +9,12 @@ LEGACY_DEFAULT = 1
 
 
 def stream_handle(stream, index: int | None = None) -> int:
-    """The CUstream handle of a stream object of CuPy, torch, Numba, cuda.core, or of an integer.
+    """The CUstream handle of a stream object of CuPy, torch, Numba, CUDA Python, or of an integer.
 
     Parameters
     ----------
     stream : int or object
-        An object tells its handle by ``__cuda_stream__`` (cuda.core's protocol), ``cuda_stream`` (torch), ``ptr`` (CuPy) or ``handle`` (Numba).
+        An object tells its handle by ``__cuda_stream__`` (CUDA Python's protocol), ``cuda_stream`` (torch), ``ptr`` (CuPy) or ``handle`` (Numba).
     index : int, optional
         CUDA device that the stream must belong to, checked where the object tells its own.
 
@@ -27,7 +27,7 @@ def stream_handle(stream, index: int | None = None) -> int:
     """
     found = _handle(stream)
     if found is None:
-        raise TypeError(f"stream must be a CUDA stream (of CuPy, torch, Numba or cuda.core) or its handle as an integer; got {stream!r}")
+        raise TypeError(f"stream must be a CUDA stream (of CuPy, torch, Numba or CUDA Python) or its handle as an integer; got {stream!r}")
     if found < 0:
         raise ValueError(f"stream must be a CUstream handle, which is not negative; got {found}")
     device = _device(stream)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from . import cache, log
 from .compile import CompileError, KernelRequest, KernelSource, Ptx, compile_ptx
-from .driver import CudaError, device, device_count, driver_version, unavailable_reason
+from .driver import CudaError, device, device_count, device_of_address, driver_version, unavailable_reason
 from .launch import Array, Launch, Pointer, Scalar, TensorMap, prepare
 from .resources import Resources, ToolMissingError, count_opcodes, loaded_resources, ptxas_report, sass
-from .warmup import WarmupError, WarmupReport, warmup
 
 log.configure()
 
@@ -24,13 +23,12 @@ __all__ = [
     "Scalar",
     "TensorMap",
     "ToolMissingError",
-    "WarmupError",
-    "WarmupReport",
     "cache",
     "compile_ptx",
     "count_opcodes",
     "device",
     "device_count",
+    "device_of_address",
     "driver_version",
     "loaded_resources",
     "log",
@@ -38,5 +36,4 @@ __all__ = [
     "ptxas_report",
     "sass",
     "unavailable_reason",
-    "warmup",
 ]

@@ -209,7 +209,7 @@ def _numba_ptx(source, arch) -> str:
 
 def finish(text: str, source: KernelSource, arch, entry: str) -> Ptx:
     """Apply the text passes that a source asks for."""
-    text = rename_entry(text, entry)
+    text = drop_environments(rename_entry(text, entry))
     text = lower_version(text, arch)
     if source.tensor_maps:
         text = maps_by_value(text, entry, _ptx_positions(source))
@@ -249,6 +249,16 @@ def entry_name(text: str) -> str:
 def rename_entry(text: str, name: str) -> str:
     """Give the kernel (and the parameters named after it) a short name, which profilers and errors show."""
     return text.replace(entry_name(text), name)
+
+
+def drop_environments(text: str) -> str:
+    """Drop Numba's unused pointers to Python globals: their names count the compilations of a process, without them the text
+    is the same each time, and so is its place in the driver's own cache.
+    """
+    for line, name in re.findall(r"^(\.common \.global \.align 8 \.u64 (_ZN08NumbaEnv[\w$]+);\n)", text, re.M):
+        if len(re.findall(rf"{re.escape(name)}\b", text)) == 1:
+            text = text.replace(line, "")
+    return text
 
 
 # PTX that the kernels of an architecture need; drivers from CUDA 12.0 (8.0) or 12.3 (8.3) on know it.

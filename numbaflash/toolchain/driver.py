@@ -24,9 +24,10 @@ MINIMUM_DRIVER = 12000
 _SM_COUNT, _MAJOR, _MINOR, _SHARED_OPTIN = 16, 75, 76, 97
 _FUNCTION_ATTRIBUTES = {"max_threads": 0, "shared_bytes": 1, "local_bytes": 3, "registers": 4, "ptx_version": 5, "binary_version": 6}
 _MAX_DYNAMIC_SHARED, _NON_PORTABLE_CLUSTER = 8, 14
+_POINTER_DEVICE = 9
 _ERROR_LOG, _ERROR_LOG_BYTES = 5, 6
 _CAPTURE_RELAXED = 2
-NO_DEVICE = 100
+_POINTER_DEVICE = 9
 
 _HINTS = {
     2: "the GPU is out of memory; free arrays, or use a smaller batch",
@@ -80,6 +81,7 @@ _SIGNATURES = {
     "cuDeviceGet": (_ref(_int), _int),
     "cuDeviceGetName": (_p, _int, _int),
     "cuDeviceGetAttribute": (_ref(_int), _int, _int),
+    "cuPointerGetAttribute": (_p, _int, _u64),
     "cuDevicePrimaryCtxRetain": (_ref(_p), _int),
     "cuCtxPushCurrent_v2": (_p,),
     "cuCtxPopCurrent_v2": (_ref(_p),),
@@ -88,6 +90,7 @@ _SIGNATURES = {
     "cuModuleGetFunction": (_ref(_p), _p, _str),
     "cuFuncSetAttribute": (_p, _int, _int),
     "cuFuncGetAttribute": (_ref(_int), _int, _p),
+    "cuPointerGetAttribute": (_p, _int, _u64),
     "cuTensorMapReplaceAddress": (_p, _p),
     "cuTensorMapEncodeTiled": (_p, _int, _u32, _p, _ref(_u64), _ref(_u64), _ref(_u32), _ref(_u32), _int, _int, _int, _int),
 }
@@ -251,6 +254,26 @@ def device(index: int = 0) -> Device:
         When there is no device of that index.
     """
     return _gpu(index).device
+
+
+def device_of_address(address: int) -> int:
+    """Index of the device whose memory holds an address.
+
+    Raises
+    ------
+    CudaError
+        When it is not an address that CUDA knows.
+    """
+    cuda, index = driver(), _int()
+    cuda.check(cuda.cuPointerGetAttribute(ctypes.byref(index), _POINTER_DEVICE, address), "cuPointerGetAttribute", f"address {address:#x}")
+    return index.value
+
+
+def device_of_address(address: int) -> int:
+    """Index of the device whose memory holds an address."""
+    cuda, index = driver(), _int()
+    cuda.check(cuda.cuPointerGetAttribute(ctypes.byref(index), _POINTER_DEVICE, address), "cuPointerGetAttribute", f"address {address:#x}")
+    return index.value
 
 
 def shared_limit(index: int) -> int:

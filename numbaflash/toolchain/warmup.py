@@ -144,11 +144,9 @@ def _device(one) -> Device:
 def _pair(name, value):
     if isinstance(value, int):
         return value, value
-    try:
-        first, second = value
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} must hold integers or pairs of integers; got {value!r}") from None
-    return first, second
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise TypeError(f"{name} must hold integers or pairs of integers; got {value!r}")
+    return value
 
 
 def _combinations(dtypes, head_dims, causal, windows, heads, seqlens, batch) -> list[Problem]:
