@@ -24,7 +24,6 @@ MINIMUM_DRIVER = 12000
 _SM_COUNT, _MAJOR, _MINOR, _SHARED_OPTIN = 16, 75, 76, 97
 _FUNCTION_ATTRIBUTES = {"max_threads": 0, "shared_bytes": 1, "local_bytes": 3, "registers": 4, "ptx_version": 5, "binary_version": 6}
 _MAX_DYNAMIC_SHARED, _NON_PORTABLE_CLUSTER = 8, 14
-_POINTER_DEVICE = 9
 _ERROR_LOG, _ERROR_LOG_BYTES = 5, 6
 _CAPTURE_RELAXED = 2
 _POINTER_DEVICE = 9
@@ -81,7 +80,6 @@ _SIGNATURES = {
     "cuDeviceGet": (_ref(_int), _int),
     "cuDeviceGetName": (_p, _int, _int),
     "cuDeviceGetAttribute": (_ref(_int), _int, _int),
-    "cuPointerGetAttribute": (_p, _int, _u64),
     "cuDevicePrimaryCtxRetain": (_ref(_p), _int),
     "cuCtxPushCurrent_v2": (_p,),
     "cuCtxPopCurrent_v2": (_ref(_p),),
@@ -264,13 +262,6 @@ def device_of_address(address: int) -> int:
     CudaError
         When it is not an address that CUDA knows.
     """
-    cuda, index = driver(), _int()
-    cuda.check(cuda.cuPointerGetAttribute(ctypes.byref(index), _POINTER_DEVICE, address), "cuPointerGetAttribute", f"address {address:#x}")
-    return index.value
-
-
-def device_of_address(address: int) -> int:
-    """Index of the device whose memory holds an address."""
     cuda, index = driver(), _int()
     cuda.check(cuda.cuPointerGetAttribute(ctypes.byref(index), _POINTER_DEVICE, address), "cuPointerGetAttribute", f"address {address:#x}")
     return index.value
