@@ -235,7 +235,19 @@ def test_env_tells_every_probe(tmp_path):
     done = process("env", "--json", env=os.environ | {"NUMBAFLASH_CACHE_DIR": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    for name in ("numbaflash", "python", "numpy", "numba", "numba-cuda", "llvmlite", "cache folder", "cpu compiler", "gpu compiler", "cuda driver", "gpus"):
+    for name in (
+        "numbaflash",
+        "python",
+        "numpy",
+        "numba",
+        "numba-cuda",
+        "llvmlite",
+        "cache folder",
+        "cpu compiler",
+        "gpu compiler",
+        "cuda driver",
+        "gpus",
+    ):
         assert found[name].keys() == {"value", "error", "seconds"}
     assert found["numpy"]["value"] == np.__version__
     assert "writable" in found["cache folder"]["value"] and "threads" in found["cpu compiler"]["value"]

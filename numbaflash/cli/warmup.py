@@ -19,7 +19,9 @@ def add_parser(commands) -> argparse.ArgumentParser:
     parser.add_argument("--dtype", type=_list(_dtype), default="float16,bfloat16", help="default: %(default)s")
     parser.add_argument("--head-dim", type=_list(_pair), default="64,128", help="head_dim, or head_dim:head_dim_v (default: %(default)s)")
     parser.add_argument("--causal", type=_list(_causal), default="no,yes", help="of no, yes, top_left (default: %(default)s)")
-    parser.add_argument("--window", action="append", type=options.window, metavar="LEFT,RIGHT", help='may be given several times; "none" is unbounded')
+    parser.add_argument(
+        "--window", action="append", type=options.window, metavar="LEFT,RIGHT", help='may be given several times; "none" is unbounded'
+    )
     parser.add_argument("--heads", type=_list(_pair), default="16", help="heads, or heads:kv_heads (default: %(default)s)")
     parser.add_argument("--seqlen", type=_list(_pair), default="512,4096,16384", help="seqlen, or seqlen_q:seqlen_k (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=1, help="default: %(default)s")
