@@ -183,14 +183,14 @@ def _plan(problem, on) -> Plan:
 
 
 def warm_plans(plans: Iterable[Plan], *, workers: int | None = None, load: bool = True) -> WarmupReport:
-    """Build and load what plans need. A family without a ``request(plan)`` function is asked to ``prepare`` it here."""
+    """Build and load what plans need. Where there is no kernel to request, the family is asked to ``prepare`` the plan here."""
     start = time.perf_counter()
     wanted: dict[KernelRequest, Plan] = {}
     prepared, failed, loads, count = [], {}, {}, 0
     for plan in plans:
         count += 1
         family = dispatch.family(plan.family)
-        if not hasattr(family, "request"):
+        if plan.device.kind == "cpu" or not hasattr(family, "request"):
             label = _describe(plan)
             try:
                 if plan.device.kind == "cuda" and not load:
