@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import carray, from_dtype, njit, types
 from numba.extending import intrinsic
 
 from .config import CpuConfig, Kernel, round_up
@@ -29,7 +29,7 @@ INT64_FIELDS = (
     *("q_tile", "kv_tile", "splits", "q_blocks", "items", "value_columns"),
     *(f"{operand}_{axis}" for operand in ("q", "k", "v", "out") for axis in ("batch", "row", "head", "dim")),
     *("lse_batch", "lse_head", "lse_row"),
-    *("at_queries", "at_output", "at_keys", "at_values", "at_scores", "at_m", "at_l", "at_alpha", "workspace", "partial"),
+    *("at_queries", "at_output", "at_keys", "at_values", "at_scores", "at_m", "at_l", "at_alpha", "at_first", "at_last", "at_ranges", "workspace", "partial"),
 )
 ARGUMENTS = np.dtype([("score_scale", np.float64), *((name, np.int64) for name in INT64_FIELDS)])
 """What a launch tells the kernel beside addresses: sizes, tiles, strides and workspace places, the latter in bytes."""
@@ -68,12 +68,32 @@ def arguments(problem, layouts, config: CpuConfig) -> np.ndarray:
         ("m", config.q_tile * itemsize),
         ("l", config.q_tile * itemsize),
         ("alpha", kernel.panel * itemsize),
+        ("first", config.q_tile * 4),
+        ("last", config.q_tile * 4),
+        ("ranges", config.q_tile // kernel.panel * 4 * 8),
     ):
         args[f"at_{name}"] = end
         end += round_up(size, CACHE_LINE)
     args["workspace"] = end
     args["partial"] = round_up(config.q_tile * (int(columns) + 2) * itemsize, CACHE_LINE)
     return result
+
+
+def pointer_to(dtype):
+    """Intrinsic that makes a typed pointer, for `numba.carray`, of an address."""
+
+    @intrinsic
+    def as_pointer(typingctx, address):
+        def codegen(context, builder, sig, args):
+            return builder.inttoptr(args[0], context.get_value_type(sig.return_type))
+
+        return types.CPointer(dtype)(types.int64), codegen
+
+    return as_pointer
+
+
+as_pointer_to_int32, as_pointer_to_int64 = pointer_to(types.int32), pointer_to(types.int64)
+as_pointer_to_arguments = pointer_to(from_dtype(ARGUMENTS))
 
 
 @intrinsic
@@ -113,7 +133,7 @@ def build(kernel: Kernel):
     minus_inf = number(-np.inf)
     zero, one, largest = number(0), number(1), number(np.finfo(number).max)
     ln2 = float(np.log(2))
-    jit = njit(nogil=True, error_model="numpy")
+    jit = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
     # -- packing
 
@@ -279,10 +299,12 @@ def build(kernel: Kernel):
     # -- a work item
 
     @jit
-    def attend(args, q, k, v, item, memory, first, last, ranges):
+    def attend(args, q, k, v, item, work):
         """Algorithm 1 for one tile of queries and (a part of) their keys; m, l and O are left in the workspace."""
         batch, kv_head, first_row, split = place_of(args, item)
-        work = aligned(memory)
+        first = carray(as_pointer_to_int32(work + args.at_first), args.q_tile)
+        last = carray(as_pointer_to_int32(work + args.at_last), args.q_tile)
+        ranges = carray(as_pointer_to_int64(work + args.at_ranges), (args.q_tile // panel, 4))
         n_panels = pack_queries(args, q, batch, kv_head, first_row, work, first, last, ranges)
         clear_state(args, work, n_panels)
         keys, values, scores, alpha = work + args.at_keys, work + args.at_values, work + args.at_scores, work + args.at_alpha
@@ -310,7 +332,7 @@ def build(kernel: Kernel):
                 queries = work + args.at_queries + p * args.head_dim * panel_bytes
                 output = work + args.at_output + p * args.value_columns * panel_bytes
                 m, l = work + args.at_m + p * panel_bytes, work + args.at_l + p * panel_bytes
-                panel_first, panel_last = np.int64(first.ctypes.data) + p * panel * 4, np.int64(last.ctypes.data) + p * panel * 4
+                panel_first, panel_last = work + args.at_first + p * panel * 4, work + args.at_last + p * panel * 4
 
                 compute_scores(args, keys, queries, scores, begin, end)
                 border_left = max(begin, min(end, ranges[p, 2] - block))  # keys before it and from border_right on are
@@ -359,9 +381,8 @@ def build(kernel: Kernel):
                 store_lse(lse + batch * args.lse_batch + head * args.lse_head + query * args.lse_row, number(value))
 
     @jit
-    def keep_part(args, memory, part):
+    def keep_part(args, work, part):
         """Put m, l and O of a part of the keys away."""
-        work = aligned(memory)
         bytes_of_output = args.q_tile * args.value_columns * itemsize
         copy(work + args.at_output, part, bytes_of_output)
         copy(work + args.at_m, part + bytes_of_output, args.q_tile * itemsize)
@@ -400,60 +421,27 @@ def build(kernel: Kernel):
                 store(at_m, m)
                 store(at_l, l)
 
-    # -- the launch. Arrays are passed on as arrays, not as addresses, so that Numba keeps them alive
+    # -- a thread
 
-    @jit
-    def aligned(memory):
-        """Address of the first cache line in an array of bytes."""
-        return (np.int64(memory.ctypes.data) + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
-
-    @jit
-    def take(counters, which):
-        return next_item(np.int64(counters.ctypes.data) + which * 8)
-
-    @jit
-    def work_through(all_args, q, k, v, out, lse, partial, counters):
-        """What a thread does: take work items until there are none."""
-        args = all_args[0]
-        memory = np.empty(args.workspace + CACHE_LINE, np.uint8)
-        first, last = np.empty(args.q_tile, np.int32), np.empty(args.q_tile, np.int32)
-        ranges = np.empty((args.q_tile // panel, 4), np.int64)
-        item = take(counters, 0)
-        while item < args.items:
-            attend(args, q, k, v, item, memory, first, last, ranges)
-            if args.splits == 1:
-                work = aligned(memory)
-                finish(args, out, lse, item, work + args.at_output, work + args.at_m, work + args.at_l)
-            else:
-                keep_part(args, memory, aligned(partial) + item * args.partial)
-            item = take(counters, 0)
-
-    @jit
-    def merge_through(all_args, out, lse, partial, counters):
-        """What a thread does after all parts are there."""
-        args = all_args[0]
-        bytes_of_output = args.q_tile * args.value_columns * itemsize
-        item = take(counters, 1) * args.splits
-        while item < args.items:
-            part = aligned(partial) + item * args.partial
-            merge_parts(args, part)
-            finish(args, out, lse, item, part, part + bytes_of_output, part + bytes_of_output + args.q_tile * itemsize)
-            item = take(counters, 1) * args.splits
-
-    @njit(nogil=True, parallel=True, error_model="numpy")
-    def run(all_args, q, k, v, out, lse, threads):
-        args = all_args[0]
-        counters = np.zeros(2, np.int64)
-        partial = np.empty(args.items * args.partial + CACHE_LINE if args.splits > 1 else 0, np.uint8)
-        if threads == 1:
-            work_through(all_args, q, k, v, out, lse, partial, counters)
-            if args.splits > 1:
-                merge_through(all_args, out, lse, partial, counters)
+    def thread(args_address, q, k, v, out, lse, work, partial, counter, merging):
+        """What a thread does: take work items until there are none; in a second round, merge their parts."""
+        args = carray(as_pointer_to_arguments(args_address), 1)[0]
+        item = next_item(counter)
+        if merging:
+            item *= args.splits
+            bytes_of_output = args.q_tile * args.value_columns * itemsize
+            while item < args.items:
+                part = partial + item * args.partial
+                merge_parts(args, part)
+                finish(args, out, lse, item, part, part + bytes_of_output, part + bytes_of_output + args.q_tile * itemsize)
+                item = next_item(counter) * args.splits
         else:
-            for _ in prange(threads):
-                work_through(all_args, q, k, v, out, lse, partial, counters)
-            if args.splits > 1:
-                for _ in prange(threads):
-                    merge_through(all_args, out, lse, partial, counters)
+            while item < args.items:
+                attend(args, q, k, v, item, work)
+                if args.splits == 1:
+                    finish(args, out, lse, item, work + args.at_output, work + args.at_m, work + args.at_l)
+                else:
+                    keep_part(args, work, partial + item * args.partial)
+                item = next_item(counter)
 
-    return SimpleNamespace(run=run, pack=pack, all_finite=all_finite)
+    return SimpleNamespace(thread=thread, pack=pack, all_finite=all_finite)

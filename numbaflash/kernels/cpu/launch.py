@@ -9,8 +9,9 @@ import threading
 
 import numba
 from numba import types
+from numba.core.ccallback import CFunc
 
-from . import cache
+from . import cache, driver
 from .config import Kernel
 from .forward import ARGUMENTS, arguments, build
 
@@ -34,18 +35,28 @@ def available_threads() -> int:
 
 
 @functools.cache
-def _build(kernel: Kernel):
-    run = build(kernel).run
-    cache.attach(run, kernel)
+def _compile_kernel(kernel: Kernel) -> CFunc:
+    """The compiled thread function; it is called by its `.address`."""
+    signature = (types.int64,) * 10, types.void
+    function = CFunc(build(kernel).thread, signature, {}, {"nopython": True, "error_model": "numpy"})
+    function._cache = cache.KernelCache(repr(kernel))
+    function.compile()
+    return function
+
+
+@functools.cache
+def _compile_driver():
+    run = numba.njit(nogil=True, parallel=True, error_model="numpy")(driver.run)
+    run._cache = cache.KernelCache("driver")
     record = numba.from_dtype(ARGUMENTS)
-    run.compile(types.void(types.Array(record, 1, "C"), *[types.int64] * 6))
+    run.compile(types.void(types.int64, types.Array(record, 1, "C"), *[types.int64] * 6))
     return run
 
 
 def compiled(kernel: Kernel):
-    """The entry of a kernel, compiled at most once in the process."""
+    """(driver, compiled kernel), each compiled at most once in the process."""
     with _compiling:
-        return _build(kernel)
+        return _compile_driver(), _compile_kernel(kernel)
 
 
 def _thread_guard():
@@ -55,17 +66,18 @@ def _thread_guard():
 
 def prepare(plan):
     """The `Launch` of a plan."""
-    run = compiled(plan.config.kernel)
+    run, kernel = compiled(plan.config.kernel)
+    address = kernel.address
     args = arguments(plan.problem, plan.layouts, plan.config)
     most = plan.threads
 
     def launch(q, k, v, out, lse, stream):
         threads = 1 if most == 1 else min(most, numba.get_num_threads())
         if threads == 1:
-            run(args, q, k, v, out, lse, 1)
+            run(address, args, q, k, v, out, lse, 1)
         else:
             with _thread_guard():
-                run(args, q, k, v, out, lse, threads)
+                run(address, args, q, k, v, out, lse, threads)
 
     return launch
 
