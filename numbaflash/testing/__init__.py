@@ -30,7 +30,7 @@ from .cases import Case, Memory, Placement
 from .fuzzing import fuzz, load, replay
 from .libraries import LIBRARIES, Operands, gpu_libraries, to_float64
 from .runner import WriteError, run_case
-from .values import HIDDEN, RECIPES, SENTINEL
+from .values import HIDDEN, RECIPES, SENTINEL, rounded
 
 _STRATEGIES = ("placements", "problems", "problems_for")
 
@@ -54,6 +54,7 @@ __all__ = [
     "gpu_libraries",
     "load",
     "replay",
+    "rounded",
     "run_case",
     "to_float64",
     *_STRATEGIES,

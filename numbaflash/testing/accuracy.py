@@ -217,13 +217,14 @@ def _rows(xp, problem, q, k, v, seen):
     spread = xp.sqrt((weights * weights) @ (finite * finite))
     conditioned = weights * magnitude
     condition = xp.sum(conditioned, -1)
-    n = xp.sum(seen, -1) * 1.0
+    ones = xp.asarray(seen, dtype=xp.float64)
+    n = xp.sum(ones, -1)
     sums = 2 * xp.sqrt(n) + (n / 16 if precision.significand else 0)
 
     tolerance = (problem.head_dim + 8) * eps * (conditioned @ abs(finite) + condition[..., None] * abs(out))
     tolerance += (84 + sums[:, None]) * eps * size
     tolerance += 3 * unit * abs(out)
-    tolerance += precision.tiny * ((seen * 1.0) @ abs(finite) / total[..., None] + 2)
+    tolerance += precision.tiny * (ones @ abs(finite) / total[..., None] + 2)
     if precision.significand:
         tolerance += xp.minimum(unit * size, 4 * unit * spread)
         plain = _round(_softmax(xp, _round(raw, precision), seen)[0], precision)
@@ -234,7 +235,7 @@ def _rows(xp, problem, q, k, v, seen):
     if not bool(xp.isfinite(v).all()):
         for value in (math.nan, math.inf, -math.inf):
             hit = xp.isnan(v) if math.isnan(value) else v == value
-            out = xp.where((seen * 1.0) @ (hit * 1.0) > 0, out + value, out)
+            out = xp.where(ones @ xp.asarray(hit, dtype=xp.float64) > 0, out + value, out)
     empty = lse == -math.inf
     return (
         out,

@@ -240,6 +240,10 @@ class Case:
                 shown.append(f"{f.name}={_placement_repr(value) if isinstance(value, Placement) else repr(value)}")
         return f"Case({', '.join(shown)})"
 
+    def _repr_pretty_(self, printer, cycle):
+        """What Hypothesis and IPython print."""
+        printer.text(repr(self))
+
     def snippet(self, *, family=None, library="numpy") -> str:
         """Python source that runs the case again."""
         return f"from numbaflash.testing import Case, Placement, run_case\n\nrun_case({self!r}, family={family!r}, library={library!r})\n"

@@ -46,7 +46,7 @@ class Operands:
         for name in OPERANDS:
             if library == "jax" and name in ("out", "lse"):
                 continue
-            self._storage[name], self.arrays[name] = _MAKERS[library](self.memory[name], device)
+            self._storage[name], self.arrays[name] = make(self.memory[name], library, device)
         if library == "numpy":
             for name in "qkv":
                 self.arrays[name].flags.writeable = False
@@ -63,6 +63,11 @@ class Operands:
         else:
             storage = storage.copy_to_host()
         return storage.view(memory.bits.dtype)
+
+
+def make(memory: Memory, library: str, device: int = 0):
+    """(storage, array): a copy of the memory where the library wants it, and the strided array in it."""
+    return _MAKERS[library](memory, device)
 
 
 def _forwards(case: Case) -> Case:
@@ -170,6 +175,6 @@ def gpu_libraries() -> tuple[str, ...]:
             pass
     if importlib.util.find_spec("torch") and importlib.import_module("torch").cuda.is_available():
         found.append("torch-cuda")
-    if importlib.util.find_spec("numba_cuda") and importlib.import_module("numba.cuda").is_available():
+    if not importlib.import_module("numba").config.ENABLE_CUDASIM and importlib.import_module("numba.cuda").is_available():
         found.append("numba")
     return tuple(found)

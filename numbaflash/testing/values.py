@@ -58,6 +58,11 @@ def decode(bits, dtype: str) -> np.ndarray:
     return bits.view(dtype).astype(np.float64)
 
 
+def rounded(values, dtype: str) -> np.ndarray:
+    """float64 values rounded to what the dtype can hold."""
+    return decode(encode(values, dtype), dtype)
+
+
 def fill(recipe: str, dtype: str, rng: np.random.Generator, q_shape, k_shape, v_shape):
     """q, k and v (float64) of a recipe; a broadcast axis has length 1 in its shape."""
     q, k, v = (rng.standard_normal(shape) for shape in (q_shape, k_shape, v_shape))

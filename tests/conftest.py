@@ -1,0 +1,126 @@
+"""What the whole suite shares: Hypothesis profiles, and the kernel families that can run on this machine.
+
+``HYPOTHESIS_PROFILE=fuzz pytest`` searches at random instead of repeating the same examples.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+
+import hypothesis
+import numpy as np
+import pytest
+
+import numbaflash
+from numbaflash import dispatch, testing
+from numbaflash.testing import libraries
+from numbaflash.testing.values import encode
+
+SHARED = {"deadline": None, "database": None, "suppress_health_check": list(hypothesis.HealthCheck), "print_blob": True}
+hypothesis.settings.register_profile("ci", derandomize=True, max_examples=40, **SHARED)
+hypothesis.settings.register_profile("fuzz", derandomize=False, max_examples=2000, **SHARED)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+NO_GPU = "no CUDA device"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kernel family, and the array library through which the tests reach it."""
+
+    family: str
+    library: str
+
+    @property
+    def device(self) -> dispatch.Device:
+        if self.library in ("numpy", "torch"):
+            return dispatch.CPU
+        from numbaflash import toolchain
+
+        return toolchain.device(0)
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Element types that the family has here."""
+        from numbaflash.problem import DTYPES, make_problem
+
+        shape = (1, 1, 1, 64)
+        package = dispatch.family(self.family)
+        return tuple(dtype for dtype in DTYPES if not package.supports(make_problem(shape, shape, shape, (dtype,) * 3), self.device))
+
+    def problems(self, **options):
+        """Hypothesis strategy of the cases that this family can compute."""
+        return testing.problems_for(self.family, self.device, **options)
+
+    def run(self, case, **options) -> testing.Accuracy:
+        return testing.run_case(case, self.family, self.library, **options)
+
+    def array(self, values, dtype: str):
+        """An array of the library holding float64 values rounded to a dtype."""
+        values = np.asarray(values)
+        memory = testing.Memory.filled(dtype, values.shape, testing.Placement(), 0)
+        memory.view()[...] = encode(values, dtype)
+        return libraries.make(memory, self.library)[1]
+
+    def forward(self, q, k, v, dtype: str, **options):
+        """`numbaflash.forward` on float64 NumPy values: ``out`` and ``lse`` as NumPy arrays of the results' own bits."""
+        arrays = (self.array(x, dtype) for x in (q, k, v))
+        with dispatch.use_family(self.family):
+            out, lse = numbaflash.forward(*arrays, return_lse=True, **options)
+        return self.numpy(out), self.numpy(lse)
+
+    def numpy(self, array) -> np.ndarray:
+        """An array of the library in float64 (exact for every dtype)."""
+        values = testing.to_float64(array)
+        return values if isinstance(values, np.ndarray) else values.cpu().numpy()
+
+
+@functools.cache
+def gpu_library() -> str | None:
+    """The library that reaches a GPU here."""
+    found = testing.gpu_libraries()
+    return "torch-cuda" if "torch-cuda" in found else next(iter(found), None)
+
+
+def gpu_target(family: str) -> Target | None:
+    """The target of a GPU family, None where it cannot run."""
+    if gpu_library() is None:
+        return None
+    target = Target(family, gpu_library())
+    return target if target.dtypes else None
+
+
+GPU_FAMILIES = tuple(name for name in dispatch.FAMILIES if name != "cpu")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "gpu" in item.keywords and gpu_library() is None:
+            item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+@pytest.fixture(params=["cpu", *(pytest.param(name, marks=pytest.mark.gpu) for name in GPU_FAMILIES)], scope="session")
+def target(request) -> Target:
+    """Every family that can run here, one after the other."""
+    if request.param == "cpu":
+        return Target("cpu", "numpy")
+    return _present(request.param)
+
+
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.gpu) for name in GPU_FAMILIES], scope="session")
+def gpu(request) -> Target:
+    """Every GPU family that can run here."""
+    return _present(request.param)
+
+
+def _present(family) -> Target:
+    found = gpu_target(family)
+    if found is None:
+        pytest.skip(f"family {family} has no kernel for this GPU")
+    return found
