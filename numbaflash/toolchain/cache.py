@@ -24,6 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from .._version import __version__
 from .log import logger
 
 try:
@@ -69,9 +70,14 @@ def limit_bytes() -> int:
         raise ValueError(f"NUMBAFLASH_CACHE_MB must be a number of megabytes; got {value!r}") from None
 
 
-def key(request) -> str:
-    """Key of a `KernelRequest`."""
-    parts = (fingerprint(), _outside_source(request.build), request.build, repr(request.config), repr(tuple(request.arch)))
+def key(request) -> str | None:
+    """Key of a `KernelRequest`; None for a kernel whose source is in no file (a notebook's), which cannot be told from its
+    next edition. Of a kernel outside this package, only the module of its build function counts, not what that imports.
+    """
+    source = _outside_source(request.build)
+    if source is None:
+        return None
+    parts = (fingerprint(), source, request.build, repr(request.config), repr(tuple(request.arch)))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
@@ -97,7 +103,7 @@ def sources_changed() -> bool:
 @functools.cache
 def fingerprint() -> str:
     """Digest of the package's kernel sources and the versions of Python and of the compilers."""
-    parts = [_sources, f"python {sys.version_info[:2]}", f"{os.environ.get('CUDA_HOME')} {os.environ.get('CUDA_PATH')}"]
+    parts = [__version__, _sources, f"python {sys.version_info[:2]}", f"{os.environ.get('CUDA_HOME')} {os.environ.get('CUDA_PATH')}"]
     for name in _COMPILERS:
         with suppress(importlib.metadata.PackageNotFoundError):
             parts.append(f"{name} {importlib.metadata.version(name)}")
@@ -105,17 +111,18 @@ def fingerprint() -> str:
 
 
 @functools.cache
-def _outside_source(build) -> str:
-    """Digest of the module of a kernel that does not live in this package."""
+def _outside_source(build) -> str | None:
+    """Digest of the module of a kernel that does not live in this package, "" of one that does."""
     module = build.partition(":")[0]
     if module.startswith(__package__.partition(".")[0] + "."):
         return ""
     loaded = sys.modules.get(module)
     path = getattr(loaded, "__file__", None)
     if path is None:
-        spec = importlib.util.find_spec(module)
-        path = spec.origin if spec else None
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path and os.path.isfile(path) else ""
+        with suppress(ImportError, ValueError):
+            spec = importlib.util.find_spec(module)
+            path = spec.origin if spec else None
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path and os.path.isfile(path) else None
 
 
 def load(key: str) -> tuple[dict, str] | None:

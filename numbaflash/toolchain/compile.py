@@ -139,7 +139,10 @@ if hasattr(os, "register_at_fork"):
 
 def is_cached(request: KernelRequest) -> bool:
     """Whether `compile_ptx` would not have to compile."""
-    return request in _ready or cache.load(cache.key(request)) is not None
+    if request in _ready:
+        return True
+    key = cache.key(request)
+    return key is not None and cache.load(key) is not None
 
 
 def forget() -> None:
@@ -149,6 +152,8 @@ def forget() -> None:
 
 def _fetch(request):
     key = cache.key(request)
+    if key is None:
+        return build(request)
     found = cache.load(key)
     if found is None:
         with cache.lock(key):
