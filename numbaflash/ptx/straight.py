@@ -10,6 +10,8 @@ Tuples come in as lists and are returned as lists. Arrays come in with ``shape``
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from llvmlite import ir
 from numba import config
@@ -136,14 +138,6 @@ class _Array:
     def element(self):
         return self.data.type.pointee
 
-    def at(self, indices):
-        """Generic pointer to an element; byte offsets in 64 bits."""
-        builder, offset = self.builder, None
-        for index, stride in zip(indices, self.strides, strict=True):
-            term = builder.mul(builder.sext(index.value, _I64), stride)
-            offset = term if offset is None else builder.add(offset, term)
-        return builder.gep(builder.bitcast(self.data, _I8.as_pointer()), [offset])
-
     def shared(self, index, step):
         """Shared-memory pointer to element ``index + step`` of a contiguous vector; ``step`` ends up in the instruction.
 
@@ -154,6 +148,16 @@ class _Array:
         address = builder.add(base, builder.mul(index.value, ir.Constant(llvm_i32, _size(self.element))))
         pointer = builder.inttoptr(address, kind)
         return builder.gep(pointer, [ir.Constant(llvm_i32, step)]) if step else pointer
+
+
+@dataclass(frozen=True)
+class _Place:
+    address: ir.Value
+    strides: list
+    element: ir.Type
+
+
+_PTX = {llvm_f32: ("f32", "f", "0f00000000"), _F64: ("f64", "d", "0d0000000000000000"), _I16: ("u16", "h", "0")}  # type, register, zero
 
 
 class GpuOps:
@@ -247,33 +251,56 @@ class GpuOps:
         """Store to elements from ``index + step`` on of shared memory; ``step`` is constant."""
         self._write(memory.shared(index, step), values)
 
-    def load_row(self, array, indices, count, valid):
-        """Elements from the indexed one on along the last axis; zeros, and no access, unless valid."""
-        builder, before = self.builder, self.builder.block
-        with builder.if_then(valid.value):
-            loaded, inside = self._read(array.at(indices), array.element, count), builder.block
-        values = []
-        for x in loaded:
-            either = builder.phi(array.element)
-            either.add_incoming(ir.Constant(array.element, 0), before)
-            either.add_incoming(x, inside)
-            values.append(Register(builder, either))
-        return values
+    def place(self, array, indices, contiguous=False):
+        """An element of an array in global memory; ``contiguous`` says that the last axis has no gaps."""
+        builder, address = self.builder, self.builder.ptrtoint(array.data, _I64)
+        for index, stride in zip(indices, array.strides, strict=True):
+            address = builder.add(address, builder.mul(builder.sext(index.value, _I64), stride))
+        strides = [*array.strides[:-1], ir.Constant(_I64, _size(array.element))] if contiguous else array.strides
+        return _Place(address, strides, array.element)
 
-    def store_row(self, array, indices, values, valid):
-        """Store to elements from the indexed one on along the last axis, if valid."""
-        with self.builder.if_then(valid.value):
-            self._write(array.at(indices), values)
+    def moved(self, place, axis, step):
+        """The place a constant number of steps along an axis away."""
+        if not step:
+            return place
+        offset = self.builder.mul(place.strides[axis], ir.Constant(_I64, step))
+        return _Place(self.builder.add(place.address, offset), place.strides, place.element)
 
-    def copy_row(self, memory, index, step, array, indices, count, valid):
-        """Start cp.async of elements along the last axis (4, 8 or 16 bytes) to ``index + step`` of shared memory; zeros, and no
+    def load_row(self, place, count, valid):
+        """Elements along the last axis from a place on; zeros, and no access, unless valid. The kernel must not write there."""
+        element = place.element
+        kind, register, zero = _PTX[element]
+        results = [f"${i}" for i in range(count)]
+        text = (
+            f"{{.reg .pred p; setp.ne.b32 p, ${count + 1}, 0;\n"
+            + "".join(f"mov.{kind} {x}, {zero};\n" for x in results)
+            + (f"@p ld.global.{kind} $0, [${count}];}}" if count == 1 else f"@p ld.global.v{count}.{kind} {{{', '.join(results)}}}, [${count}];}}")
+        )
+        constraints = ",".join([f"=&{register}"] * count + ["l", "r"])
+        args = [place.address, self.builder.zext(valid.value, llvm_i32)]
+        result = element if count == 1 else ir.LiteralStructType([element] * count)
+        loaded = emit(self.builder, result, args, text, constraints, pure=True)
+        return [Register(self.builder, loaded if count == 1 else self.builder.extract_value(loaded, i)) for i in range(count)]
+
+    def store_row(self, place, values, valid):
+        """Store along the last axis from a place on, if valid."""
+        kind, register, _ = _PTX[place.element]
+        count = len(values)
+        sources = [f"${i}" for i in range(2, 2 + count)]
+        text = "{.reg .pred p; setp.ne.b32 p, $1, 0;\n" + (
+            f"@p st.global.{kind} [$0], $2;}}" if count == 1 else f"@p st.global.v{count}.{kind} [$0], {{{', '.join(sources)}}};}}"
+        )
+        args = [place.address, self.builder.zext(valid.value, llvm_i32), *(x.value for x in values)]
+        emit(self.builder, ir.VoidType(), args, text, ",".join(["l", "r", *[register] * count, "~{memory}"]))
+
+    def copy_row(self, memory, index, step, place, count, valid):
+        """Start cp.async of elements (4, 8 or 16 bytes) along the last axis to ``index + step`` of shared memory; zeros, and no
         access, unless valid."""
-        builder, size = self.builder, _size(array.element) * count
+        builder, size = self.builder, _size(place.element) * count
         shared = builder.ptrtoint(memory.shared(index, step), llvm_i32)
-        address = builder.ptrtoint(array.at(indices), _I64)
         read = builder.select(valid.value, ir.Constant(llvm_i32, size), ir.Constant(llvm_i32, 0))
         text = f"cp.async.{'cg' if size == 16 else 'ca'}.shared.global [$0], [$1], {size}, $2;"
-        emit(builder, ir.VoidType(), [shared, address, read], text, "r,l,r,~{memory}")
+        emit(builder, ir.VoidType(), [shared, place.address, read], text, "r,l,r,~{memory}")
 
     # ---- 16-bit elements, held as bits
 
@@ -338,20 +365,31 @@ class SimulatorOps:
             memory[int(index) + step + i] = x
 
     @staticmethod
-    def load_row(array, indices, count, valid):
-        *outer, last = map(int, indices)
-        return [array[(*outer, last + i)] if valid else array.dtype.type(0) for i in range(count)]
+    def place(array, indices, contiguous=False):
+        return array, tuple(int(i) for i in indices)
 
     @staticmethod
-    def store_row(array, indices, values, valid):
-        *outer, last = map(int, indices)
-        if valid:
-            for i, x in enumerate(values):
-                array[(*outer, last + i)] = x
+    def moved(place, axis, step):
+        array, indices = place
+        axis %= len(indices)
+        return array, (*indices[:axis], indices[axis] + step, *indices[axis + 1 :])
 
     @classmethod
-    def copy_row(cls, memory, index, step, array, indices, count, valid):
-        cls.store(memory, index, step, cls.load_row(array, indices, count, valid))
+    def load_row(cls, place, count, valid):
+        if not valid:
+            return [place[0].dtype.type(0)] * count
+        return [array[indices] for array, indices in (cls.moved(place, -1, i) for i in range(count))]
+
+    @classmethod
+    def store_row(cls, place, values, valid):
+        if valid:
+            for i, x in enumerate(values):
+                array, indices = cls.moved(place, -1, i)
+                array[indices] = x
+
+    @classmethod
+    def copy_row(cls, memory, index, step, place, count, valid):
+        cls.store(memory, index, step, cls.load_row(place, count, valid))
 
     @staticmethod
     def float32_of(dtype, bits):

@@ -25,6 +25,11 @@ class Tile:
     columns: int
     min_blocks: int = 1
 
+    @property
+    def q_tile(self) -> int:
+        """Queries of a block."""
+        return self.warps * self.lanes_m * self.rows
+
 
 @dataclass(frozen=True, slots=True)
 class Config:
@@ -123,11 +128,12 @@ class Config:
 
 def _shared_elements(tile, dim, dim_v, warp_size):
     """Tiles of q, k, v and the probabilities."""
-    q_tile = tile.warps * tile.lanes_m * tile.rows
     kv_tile = warp_size // tile.lanes_m * tile.columns
-    return q_tile * dim + kv_tile * (dim + dim_v + q_tile)
+    return tile.q_tile * dim + kv_tile * (dim + dim_v + tile.q_tile)
 
 
+# (largest head_dim_v, tile), the preferred one first.
+#
 # The inner loops are bound by the FFMA pipe and, next to it, by reads of shared memory: a lane's share of rows x columns
 # needs (rows + columns) 16-byte reads for 4 * rows * columns FFMAs, each read two cycles of the unit that four schedulers
 # share. 8 x 8 keeps that unit half busy, 8 x 4 three quarters. The rest is registers (scores + output + 40 below 255) and
@@ -135,10 +141,12 @@ def _shared_elements(tile, dim, dim_v, warp_size):
 _FLOAT32_TILES = (
     (64, Tile(warps=4, lanes_m=4, rows=8, columns=8, min_blocks=2)),  # 128 x 64; 64 + 64 accumulators; 96 KiB at D = 64
     (128, Tile(warps=4, lanes_m=4, rows=8, columns=4, min_blocks=2)),  # 128 x 32; 32 + 128 accumulators; 112 KiB at D = 128
-    (256, Tile(warps=8, lanes_m=2, rows=8, columns=2)),  # 128 x 32; 16 + 128 accumulators; 208 KiB at D = 256
-    # For multiprocessors with less shared memory.
-    (64, Tile(warps=4, lanes_m=4, rows=8, columns=4, min_blocks=2)),  # 128 x 32; 64 KiB at D = 64
-    (256, Tile(warps=4, lanes_m=2, rows=4, columns=2)),  # 32 x 32
+    (256, Tile(warps=8, lanes_m=4, rows=4, columns=4)),  # 128 x 32; 16 + 128 accumulators; 208 KiB at D = 256
+    (64, Tile(warps=4, lanes_m=2, rows=8, columns=4, min_blocks=2)),  # 64 x 64; 32 + 32 accumulators
+    (256, Tile(warps=4, lanes_m=4, rows=4, columns=4)),  # 64 x 32; 136 KiB at D = 256, 72 KiB at D = 128
+    (64, Tile(warps=4, lanes_m=2, rows=4, columns=4)),  # 32 x 64
+    (128, Tile(warps=4, lanes_m=2, rows=4, columns=2)),  # 32 x 32; 52 KiB at D = 128
+    (256, Tile(warps=4, lanes_m=2, rows=4, columns=1)),  # 32 x 16; 66 KiB at D = 256
     (256, Tile(warps=4, lanes_m=2, rows=2, columns=1)),  # 16 x 16; 49 KiB at D = 256
 )
 # A double takes two registers and half of a 16-byte read.
@@ -149,6 +157,7 @@ _FLOAT64_TILES = (
     (256, Tile(warps=4, lanes_m=2, rows=2, columns=1)),  # 16 x 16
     (256, Tile(warps=2, lanes_m=4, rows=1, columns=1)),  # 8 x 8; 49 KiB at D = 256
 )
+_SMALLEST_GOOD = 32  # queries of a tile; smaller ones are only for want of shared memory
 # A thread of the simulator is a thread of Python: few of them, and warps small enough to have more than one.
 _SIMULATOR_TILE = Tile(warps=2, lanes_m=2, rows=2, columns=2)
 _SIMULATOR_WARP = 8
@@ -165,13 +174,28 @@ def padded_dims(tile: Tile, compute: str, head_dim: int, head_dim_v: int, warp_s
     return _round_up(head_dim, 8 * vector), _round_up(head_dim_v, unit_v)
 
 
-def choose_tile(compute: str, head_dim: int, head_dim_v: int, shared_limit: int) -> Tile:
-    """The first tile of the tables whose registers (by head_dim_v) and shared memory (bytes) suffice."""
+def fitting_tiles(compute: str, head_dim: int, head_dim_v: int, shared_limit: int) -> tuple[Tile, ...]:
+    """The tiles of the tables whose registers (by head_dim_v) and shared memory (bytes) suffice, the preferred one first."""
+    fitting = []
     for largest, tile in _FLOAT64_TILES if compute == "float64" else _FLOAT32_TILES:
         dims = padded_dims(tile, compute, head_dim, head_dim_v)
         if dims[1] <= largest and _shared_elements(tile, *dims, 32) * ITEMSIZE[compute] <= shared_limit:
-            return tile
-    raise ValueError(f"no tile for {compute}, head dims {head_dim} and {head_dim_v} within {shared_limit} bytes of shared memory")
+            fitting.append(tile)
+    if not fitting:
+        raise ValueError(f"no tile for {compute}, head dims {head_dim} and {head_dim_v} within {shared_limit} bytes of shared memory")
+    return tuple(tile for tile in fitting if tile.q_tile >= _SMALLEST_GOOD) or tuple(fitting)
+
+
+def choose_tile(problem: Problem, device: Device) -> Tile:
+    """The first fitting tile that is not mostly empty and gives every multiprocessor a block; else the one with most blocks."""
+    compute = "float64" if problem.dtype == "float64" else "float32"
+    tiles = fitting_tiles(compute, problem.head_dim, problem.head_dim_v, shared_limit(device))
+    tiles = tuple(tile for tile in tiles if tile.q_tile < 2 * problem.seqlen_q) or tiles[-1:]
+
+    def blocks(tile):
+        return problem.batch * problem.heads * -(-problem.seqlen_q // tile.q_tile)
+
+    return next((tile for tile in tiles if blocks(tile) >= device.sm_count), max(tiles, key=blocks))
 
 
 def shared_limit(device: Device) -> int:
@@ -194,7 +218,7 @@ def choose_config(problem: Problem, layouts: Layouts, device: Device, simulated:
     """The kernel of a problem; a pure function of its arguments."""
     compute = "float64" if problem.dtype == "float64" else "float32"
     warp_size = _SIMULATOR_WARP if simulated else 32
-    tile = _SIMULATOR_TILE if simulated else choose_tile(compute, problem.head_dim, problem.head_dim_v, shared_limit(device))
+    tile = _SIMULATOR_TILE if simulated else choose_tile(problem, device)
     dim, dim_v = padded_dims(tile, compute, problem.head_dim, problem.head_dim_v, warp_size)
     itemsize, vector = ITEMSIZE[problem.dtype], 16 // ITEMSIZE[compute]
     return Config(

@@ -90,7 +90,7 @@ def build(config: Config) -> KernelSource:
         q_row, k_row, v_row, p_row = warp_row * dim, k_base + lane_n * dim, v_base + lane_n * vector, p_base + warp_row * kv_tile
         q_key, k_key, p_key = (lane_m & q_mask) * vector, (lane_n & k_mask) * vector, (lane_m * p_step & p_mask) * vector
 
-        m, l, o = lowest(), zero_row(), zero_output()  # noqa: E741
+        m, l, o = lowest(), zero_row(), zero_output()
         if first_block < stop_block:
             copy_k(memory, k_base, k, batch, first_block * kv_tile, kv_head, thread // kv_width, thread % kv_width)
             if asynchronous:
@@ -121,7 +121,7 @@ def build(config: Config) -> KernelSource:
                 query, key = int64(first_q + warp_row), int64(first_k + lane_n)
                 s = mask(s, relative_key(query + band_first, key), relative_key(query + band_last, key), seqlen_k - first_k - lane_n)
 
-            p, m, l, o = online_softmax(s, m, l, o)  # noqa: E741
+            p, m, l, o = online_softmax(s, m, l, o)
             store_p(memory, p_row, lane_n, p_key, p)
 
             if asynchronous:
@@ -149,7 +149,7 @@ def build(config: Config) -> KernelSource:
                     o = add_pv_seen(o, memory, p_row + (c ^ p_key), v_row + c * dim_v, first - c, last - c)
                     c = int32(c + vector)
 
-        l = reduce_sum(l)  # noqa: E741
+        l = reduce_sum(l)
         store_output(out, batch, first_q + warp_row, head, lane_n * vector, o, l)
         if write_lse:
             store_lse(lse, batch, head, first_q + warp_row, lane_n == 0, m, l)

@@ -71,15 +71,20 @@ def copy_q(config: Config):
     t, width = Types.of(config), q_copy_width(config)
     step = config.threads // width
 
+    batch_size = 32  # loads in flight
+
     def body(ops, memory, q, batch, first_row, head, scale, thread_row, thread_column):
         _, length, _, dim = q.shape
-        for p in range(-(-config.q_tile // step)):
-            row = thread_row + p * step
-            inside = (first_row + row < length) & (row < config.q_tile)
-            for chunk in range(config.dim // width):
-                column = thread_column + chunk * width
-                x = _to_compute(ops, config, ops.load_row(q, (batch, first_row + row, head, column), 1, inside & (column < dim)))[0]
-                ops.store(memory, row * config.dim + (thread_column ^ (row & config.q_mask) * config.vector), chunk * width, [x * scale])
+        index = thread_row * config.dim
+        places = list(_walk(ops, ops.place(q, (batch, first_row + thread_row, head, thread_column)), config.q_tile, step, config.dim, width))
+        for start in range(0, len(places), batch_size):
+            now, loaded = places[start : start + batch_size], []
+            for row, chunk, place in now:
+                inside = (thread_row < length - first_row - row) & (thread_column < dim - chunk)
+                loaded += _to_compute(ops, config, ops.load_row(place, 1, inside))
+            for (row, chunk, _), x in zip(now, loaded, strict=True):
+                key = (thread_row + row & config.q_mask) * config.vector
+                ops.store(memory, index + (thread_column ^ key), row * config.dim + chunk, [x * scale])
 
     return straight_line(VOID, (t.memory, t.operand, I32, I32, I32, t.real, I32, I32), body)
 
@@ -93,26 +98,34 @@ def copy_kv(config: Config, dim: int, swizzled: bool):
     t, count = Types.of(config), config.vector if config.vectors else 1
     width = kv_copy_width(config)
     step = config.threads // width
-    places = [(p * step, chunk * width * count) for p in range(-(-config.kv_tile // step)) for chunk in range(dim // (width * count))]
 
     def body(ops, memory, base, array, batch, first_row, head, thread_row, thread_column):
         _, length, _, columns = array.shape
         thread_column = thread_column * count
+        corner = ops.place(array, (batch, first_row + thread_row, head, thread_column), contiguous=config.vectors)
         loaded = []
-        for row_step, column_step in places:
-            row, column = thread_row + row_step, thread_column + column_step
-            key = (row & config.k_mask) * config.vector if swizzled else 0
-            index = base + row * dim + (thread_column ^ key)
-            inside = (first_row + row < length) & (column < columns)
-            indices = (batch, first_row + row, head, column)
+        for row, chunk, place in _walk(ops, corner, config.kv_tile, step, dim, width * count):
+            key = (thread_row + row & config.k_mask) * config.vector if swizzled else 0
+            index, to = base + thread_row * dim + (thread_column ^ key), row * dim + chunk
+            inside = (thread_row < length - first_row - row) & (thread_column < columns - chunk)
             if config.asynchronous:
-                ops.copy_row(memory, index, column_step, array, indices, count, inside)
+                ops.copy_row(memory, index, to, place, count, inside)
             else:
-                loaded.append((index, column_step, ops.load_row(array, indices, count, inside)))
-        for index, column_step, values in loaded:
-            ops.store(memory, index, column_step, _to_compute(ops, config, values))
+                loaded.append((index, to, ops.load_row(place, count, inside)))
+        for index, to, values in loaded:
+            ops.store(memory, index, to, _to_compute(ops, config, values))
 
     return straight_line(VOID, (t.memory, I32, t.operand, I32, I32, I32, I32, I32), body)
+
+
+def _walk(ops, place, rows, row_step, columns, column_step):
+    """(row, column, place) of what a thread copies. Each place is a step from the last: fewer registers than as many offsets."""
+    for row in range(0, rows, row_step):
+        at = place
+        for column in range(0, columns, column_step):
+            yield row, column, at
+            at = ops.moved(at, 3, column_step)
+        place = ops.moved(place, 1, row_step)
 
 
 def q_copy_width(config: Config) -> int:
@@ -245,7 +258,7 @@ def online_softmax(config: Config):
     """
     t, columns = Types.of(config), config.columns
 
-    def body(ops, s, m, l, o):  # noqa: E741
+    def body(ops, s, m, l, o):
         top = []
         for i in range(config.rows):
             largest = s[i * columns]
@@ -291,18 +304,22 @@ def store_output(config: Config):
     t, vector = Types.of(config), config.vector
     units = config.dim_v // (config.lanes_n * vector)
 
-    def body(ops, out, batch, row, head, column, o, l):  # noqa: E741
+    def body(ops, out, batch, row, head, column, o, l):
         _, length, _, columns = out.shape
+        row_place = ops.place(out, (batch, row, head, column))
         for i in range(config.rows):
-            query = row + i * config.lanes_m
-            total = ops.select(l[i] == 0.0, ops.constant(config.compute, 1.0), l[i])  # no key: 0 / 1
-            factor = 1.0 / total
+            factor = 1.0 / ops.select(l[i] == 0.0, ops.constant(config.compute, 1.0), l[i])  # no key: 0 / 1
+            unit_place = row_place
             for j in range(units):
+                place = unit_place
                 for y in range(vector):
                     x = o[(i * units + j) * vector + y] * factor
-                    at = column + (j * config.lanes_n * vector + y)
-                    value = x if config.dtype == config.compute else ops.bits_of(config.dtype, x)
-                    ops.store_row(out, (batch, query, head, at), [value], (query < length) & (at < columns))
+                    x = x if config.dtype == config.compute else ops.bits_of(config.dtype, x)
+                    inside = (row < length - i * config.lanes_m) & (column < columns - (j * config.lanes_n * vector + y))
+                    ops.store_row(place, [x], inside)
+                    place = ops.moved(place, 3, 1)
+                unit_place = ops.moved(unit_place, 3, config.lanes_n * vector)
+            row_place = ops.moved(row_place, 1, config.lanes_m)
 
     return straight_line(VOID, (t.operand, I32, I32, I32, I32, t.output, t.row), body)
 
@@ -310,7 +327,7 @@ def store_output(config: Config):
 def reduce_sum(config: Config):
     """``f(l) -> l``, summed over the lanes that share a row."""
     t = Types.of(config)
-    return straight_line(t.row, (t.row,), lambda ops, l: _reduce_row(ops, config, l, lambda a, b: a + b))  # noqa: E741
+    return straight_line(t.row, (t.row,), lambda ops, l: _reduce_row(ops, config, l, lambda a, b: a + b))
 
 
 def store_lse(config: Config):
@@ -318,11 +335,12 @@ def store_lse(config: Config):
     t = Types.of(config)
     unit = math.log(2.0) if config.compute == "float32" else 1.0
 
-    def body(ops, lse, batch, head, row, writes, m, l):  # noqa: E741
+    def body(ops, lse, batch, head, row, writes, m, l):
         _, _, length = lse.shape
+        place = ops.place(lse, (batch, head, row))
         for i in range(config.rows):
-            query = row + i * config.lanes_m
             value = ops.select(l[i] == 0.0, ops.constant(config.compute, -math.inf), m[i] * unit + ops.log(l[i]))
-            ops.store_row(lse, (batch, head, query), [value], (query < length) & (writes > 0))
+            ops.store_row(place, [value], (row < length - i * config.lanes_m) & (writes > 0))
+            place = ops.moved(place, 2, config.lanes_m)
 
     return straight_line(VOID, (t.lse, I32, I32, I32, I32, t.row, t.row), body)
