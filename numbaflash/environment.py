@@ -27,7 +27,7 @@ from ._version import __version__
 TIMEOUT = 120.0
 """Seconds after which a probe in a child process is ended."""
 
-_PACKAGES = ("numpy", "numba", "llvmlite", "numba-cuda", "cuda-bindings", "cuda-core", "cuda-toolkit", "nvidia-nvjitlink", "ml_dtypes")
+_PACKAGES = ("numpy", "numba", "llvmlite", "numba-cuda", "cuda-bindings", "cuda-core", "cuda-toolkit", "ml_dtypes")
 _FRAMEWORKS = {"cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"), "torch": ("torch",), "jax": ("jax",)}
 _VARIABLES = ("NUMBAFLASH_", "NUMBA_", "CUDA_", "OMP_", "OPENBLAS_", "MKL_NUM", "XDG_CACHE_HOME", "JAX_PLATFORMS", "XLA_FLAGS")
 
