@@ -9,10 +9,8 @@ copyright = "the numbaflash authors"
 version = release = __version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
-myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 exclude_patterns = ["_build"]
-nitpicky = False
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the numpydoc sections say types in words
