@@ -1,0 +1,281 @@
+"""The simt kernels: tile choice, compiled code without a GPU, results in the CUDA simulator, results and bounds on a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import simulator_cases
+
+from numbaflash import testing, toolchain
+from numbaflash.dispatch import CPU, Device, Layout, Layouts
+from numbaflash.kernels import simt
+from numbaflash.kernels.simt import config as tuning
+from numbaflash.problem import DTYPES, ITEMSIZE, make_problem
+from numbaflash.testing import Case
+
+H200 = Device("cuda", 0, (9, 0), 132, "H200")
+T4 = Device("cuda", 0, (7, 5), 40, "T4")
+A10 = Device("cuda", 0, (8, 6), 72, "A10")
+V100, A100, LATER = (replace(T4, capability=c, sm_count=n) for c, n in (((7, 0), 80), ((8, 0), 108), ((12, 0), 170)))
+
+
+def contiguous(shape, itemsize):
+    return Layout(shape, tuple(itemsize * int(np.prod(shape[axis + 1 :], dtype=np.int64)) for axis in range(len(shape))))
+
+
+def make_plan(device=H200, *, seqlen=4096, dtype="float32", head_dim=64, head_dim_v=None, heads=16, lse=True, aligned=True, **options):
+    q, k = (1, seqlen, heads, head_dim), (1, seqlen, heads // 2, head_dim)
+    problem = make_problem(q, k, (*k[:3], head_dim_v or head_dim), (dtype,) * 3, **options)
+    shapes = (problem.q_shape, problem.k_shape, problem.v_shape, problem.out_shape)
+    layouts = [contiguous(shape, ITEMSIZE[dtype]) for shape in shapes]
+    layouts.append(contiguous(problem.lse_shape, ITEMSIZE[problem.lse_dtype]) if lse else None)
+    if not aligned:
+        layouts[1] = replace(layouts[1], alignment=ITEMSIZE[dtype])
+    return simt.plan(problem, Layouts(*layouts), device)
+
+
+# ---- choice of tiles
+
+
+@pytest.mark.parametrize("device", [V100, T4, A100, A10, H200, LATER], ids=lambda device: "sm_{}{}".format(*device.capability))
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_every_head_dim_has_a_tile_that_fits(device, dtype):
+    for head_dim in range(1, 257):
+        for head_dim_v in {head_dim, 1, 256}:
+            for tile in tuning.fitting_tiles(dtype, head_dim, head_dim_v, tuning.shared_limit(device)):
+                dim, dim_v = tuning.padded_dims(tile, dtype, head_dim, head_dim_v)
+                config = replace(make_plan(dtype=dtype).config, dim=dim, dim_v=dim_v, **fields_of(tile))
+                check_invariants(config, head_dim, head_dim_v)
+                assert config.shared_bytes <= tuning.shared_limit(device)
+
+
+def fields_of(tile):
+    return {name: getattr(tile, name) for name in ("warps", "lanes_m", "rows", "columns", "min_blocks")}
+
+
+def check_invariants(config, head_dim, head_dim_v):
+    """What the kernel takes for granted."""
+    assert config.dim >= head_dim and config.dim_v >= head_dim_v
+    for dim in (config.dim, config.dim_v):
+        assert dim % (8 * config.vector) == 0, "a row is copied 128 bytes at a time, and swizzled over 8 units"
+    assert config.dim_v % (config.lanes_n * config.vector) == 0, "each lane has whole units of the output"
+    units = config.kv_tile // config.vector
+    assert units and units & (units - 1) == 0, "keys of p are permuted by XOR"
+    for n in (config.lanes_m, config.lanes_n):
+        assert n & (n - 1) == 0
+    assert config.lanes_m * config.lanes_n == config.warp_size
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_simulator_config_keeps_the_invariants(dtype):
+    for head_dim in (1, 33, 64, 250, 256):
+        config = make_plan(CPU, dtype=dtype, head_dim=head_dim, head_dim_v=257 - head_dim).config
+        assert config.warp_size == 8 and config.threads == 16
+        check_invariants(config, head_dim, 257 - head_dim)
+
+
+def test_small_problems_get_small_tiles():
+    assert make_plan(seqlen=16384).config.q_tile == 128
+    assert make_plan(seqlen=1024, heads=4).config.q_tile == 32, "4 heads x 8 tiles of 128 leave most multiprocessors without work"
+    assert make_plan(seqlen=1, heads=512).config.q_tile == 32
+
+
+def test_vectors_need_aligned_contiguous_rows():
+    assert make_plan().config.vectors
+    assert not make_plan(aligned=False).config.vectors
+    assert not make_plan(head_dim=62).config.vectors
+    layout = contiguous((2, 5, 1, 64), 4)
+    assert tuning.rows_in_vectors(layout, 4, 4)
+    assert tuning.rows_in_vectors(replace(layout, strides=(0, -256, 3, 4)), 4, 4), "the stride of an axis of length 1 does not matter"
+    assert not tuning.rows_in_vectors(replace(layout, strides=(0, 260, 256, 4)), 4, 4)
+    assert not tuning.rows_in_vectors(replace(layout, strides=(1280, 256, 256, 8)), 4, 4)
+
+
+def test_a_plan_describes_its_launch():
+    plan = make_plan(seqlen=1000, heads=64, window=(100, 0))
+    assert plan.grid == (64 * -(-1000 // plan.config.q_tile),)
+    assert (plan.threads, plan.shared_bytes) == (plan.config.threads, plan.config.shared_bytes)
+    assert not plan.copies, "every stride is read as it is"
+    assert plan.config.bounded_left and plan.config.bounded_right
+    assert simt.request(plan).arch == (9, 0)
+    values = [p.value for p in simt.parameters(plan) if isinstance(p, toolchain.Scalar)]
+    assert values[1:3] == [-100, 0], "first and last key of query 0"
+
+
+def test_configs_depend_on_neither_lengths_nor_heads():
+    plans = [make_plan(seqlen=n, heads=h, causal=True) for n, h in ((5000, 16), (8192, 32), (9999, 48))]
+    assert len({plan.config for plan in plans}) == 1
+
+
+def test_supports():
+    problem = make_plan().problem
+    assert simt.supports(problem, H200) == ()
+    assert "7.0" in simt.supports(problem, Device("cuda", 0, (6, 1), 20, "P4"))[0]
+    assert "needs an NVIDIA GPU" in simt.supports(problem, CPU)[0]
+    huge = replace(problem, batch=2**28, heads=64, kv_heads=64)
+    assert "at most" in simt.supports(huge, H200)[0]
+
+
+# ---- compiled code
+
+COMPILED = {
+    "D 64": make_plan(),
+    "D 64, band": make_plan(window=(100, 0)),
+    "D 64, causal, any strides": make_plan(causal=True, aligned=False),
+    "D 64, short": make_plan(seqlen=256),
+    "D 128": make_plan(head_dim=128),
+    "D 128, band": make_plan(head_dim=128, window=(100, 0)),
+    "D 96, band, any strides": make_plan(head_dim=96, window=(100, 0), aligned=False),
+    "D 256, band": make_plan(head_dim=256, window=(100, 0)),
+    "D 80, D v 200, band": make_plan(head_dim=80, head_dim_v=200, window=(100, 0)),
+    "D 64, sm_75": make_plan(T4, causal=True),
+    "D 128, sm_75": make_plan(T4, head_dim=128),
+    "D 256, sm_86": make_plan(A10, head_dim=256),
+    "D 128, sm_80": make_plan(A100, head_dim=128, causal=True),
+    "float64, D 64": make_plan(dtype="float64", causal=True),
+    "float64, D 256": make_plan(dtype="float64", head_dim=256, window=(100, 0)),
+    "bfloat16, D 128, sm_80": make_plan(A100, dtype="bfloat16", head_dim=128, causal=True),
+    "float16, D 64, sm_75": make_plan(T4, dtype="float16"),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_kernel(name):
+    plan = COMPILED[name]
+    request = simt.request(plan)
+    try:
+        report = toolchain.ptxas_report(toolchain.compile_ptx(request), request.arch)
+        loops = innermost_loops(toolchain.sass(toolchain.compile_ptx(request), request.arch))
+    except toolchain.ToolMissingError as error:
+        pytest.skip(str(error))
+    # Addresses of any strides may not all fit beside the accumulators: a few reloads a tile, of some 2000 instructions, none in the products.
+    assert max(report.spill_stores, report.spill_loads) <= (0 if plan.config.vectors else 64)
+    assert not report.notes
+    assert report.registers * plan.threads * plan.config.min_blocks <= 65536
+    multiply = "DFMA" if plan.config.compute == "float64" else "FFMA"
+    config = plan.config
+    products = {
+        "q k": config.rows * config.columns * config.vector,
+        "p v": config.rows * config.dim_v // config.lanes_n * config.vector,
+    }
+    for product, count in products.items():
+        found = [loop for loop in loops if loop[multiply] and loop[multiply] % count == 0 and not loop["FSEL"]]
+        assert found, f"no loop of {count} {multiply} for {product} in {loops}"
+        best = max(found, key=lambda loop: loop[multiply] / loop.total())
+        wide = "LDS.128" if config.vector * ITEMSIZE[config.compute] == 16 else "LDS"
+        assert best[wide] and not best["LDL"] and not best["STL"]
+        smallest = 0.75 if config.rows >= 4 and config.columns >= 4 else 0.5
+        assert best[multiply] / best.total() >= smallest, f"{product}: {best}"
+
+
+def innermost_loops(listing):
+    """Instructions of each loop that holds no other, by opcode (LDS with its width)."""
+    instructions, labels, loops = [], {}, []
+    for line in listing.splitlines():
+        label = re.match(r"(\.L_x_\d+):", line.strip())
+        if label:
+            labels[label[1]] = len(instructions)
+            continue
+        found = re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9.]*)(.*)", line)
+        if found:
+            instructions.append((found[1], found[2]))
+    for end, (opcode, rest) in enumerate(instructions):
+        target = re.search(r"\.L_x_\d+", rest)
+        start = labels.get(target[0], end) if opcode.startswith("BRA") and target else end
+        if start < end and not any(start <= other and last <= end for other, last in loops):
+            loops.append((start, end))
+    return [Counter(short(opcode) for opcode, _ in instructions[start : end + 1]) for start, end in loops]
+
+
+def short(opcode):
+    parts = opcode.split(".")
+    return "LDS.128" if parts[0] == "LDS" and "128" in parts else parts[0]
+
+
+def test_offsets_are_computed_in_64_bits():
+    text = toolchain.compile_ptx(simt.request(make_plan())).text
+    addresses = re.findall(r"ld\.global\.\w+ %\w+, \[(%\w+)\]|cp\.async\.\w+\.shared\.global \[%\w+\], \[(%\w+)\]", text)
+    assert addresses and all(a.startswith("%rd") for pair in addresses for a in pair if a)
+    assert "mul.lo.s64" in text and not re.search(r"cvt\.\w64\.\w32 .*\n.*\[%rd\d+\]", text)
+
+
+# ---- the simulator
+
+
+@pytest.fixture(scope="module")
+def simulator():
+    """Error (or None) of every case in the simulator."""
+    path = Path(simulator_cases.__file__)
+    environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": os.pathsep.join([str(path.parents[1]), *sys.path])}
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, env=environment)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return {line["case"]: line["error"] for line in lines}, done
+
+
+@pytest.mark.parametrize("name", [*simulator_cases.cases(), "drawn by Hypothesis"])
+def test_simulator(simulator, name):
+    results, done = simulator
+    assert name in results, done.stderr[-4000:]
+    assert results[name] is None, results[name]
+
+
+# ---- the GPU
+
+LARGE = {
+    "D 64": Case(seqlen_q=300, seqlen_k=333, heads=4, kv_heads=2),
+    "D 64, full tiles": Case(batch=2, seqlen_q=1024, seqlen_k=1024, heads=80, kv_heads=40),
+    "D 128, full tiles, causal": Case(seqlen_q=2048, seqlen_k=2048, heads=16, kv_heads=16, head_dim=128, head_dim_v=128, causal=True),
+    "D 256, window": Case(seqlen_q=1500, seqlen_k=1700, heads=12, kv_heads=4, head_dim=256, head_dim_v=256, window=(200, 30)),
+    "D 96, D v 200": Case(seqlen_q=700, seqlen_k=700, heads=8, kv_heads=1, head_dim=96, head_dim_v=200, causal=True),
+    "D 1": Case(seqlen_q=260, seqlen_k=200, heads=3, kv_heads=3, head_dim=1, head_dim_v=1),
+    "hidden NaN, causal": Case(seqlen_q=300, seqlen_k=290, heads=2, kv_heads=2, causal=True, hidden="nan", window=(70, None)),
+    "NaN among what is seen": Case(seqlen_q=300, seqlen_k=290, heads=2, kv_heads=2, causal=True, values="nan"),
+    "big scores": Case(seqlen_q=300, seqlen_k=290, heads=2, kv_heads=2, values="big"),
+    "more queries than keys": Case(seqlen_q=500, seqlen_k=100, heads=2, kv_heads=1, causal=True),
+    "no keys": Case(seqlen_q=130, seqlen_k=0, heads=2, kv_heads=1),
+    "one query": Case(seqlen_q=1, seqlen_k=5000, heads=8, kv_heads=2),
+}
+
+
+def run_on_gpu(case):
+    library = next(iter(testing.gpu_libraries()))
+    return testing.run_case(case, "simt", library)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", LARGE)
+def test_gpu(name, dtype):
+    run_on_gpu(replace(LARGE[name], dtype=dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_gpu_every_tile(dtype, head_dim, monkeypatch):
+    """Each tile of the tables that fits, also those that this GPU would not choose, on a problem with borders."""
+    tiles = tuning.fitting_tiles(dtype, head_dim, head_dim, tuning.shared_limit(toolchain.device(0)))
+    for number, tile in enumerate(tiles):
+        monkeypatch.setattr(tuning, "choose_tile", lambda problem, device, tile=tile: tile)
+        kind = {
+            "dtype": dtype,
+            "head_dim": head_dim,
+            "head_dim_v": head_dim,
+            "seqlen_q": 200 + number,
+        }  # a kind of call of its own, so that it is planned anew
+        run_on_gpu(Case(**kind, seqlen_k=230, heads=2, kv_heads=2, window=(90, 40), hidden="nan"))
+
+
+@pytest.mark.gpu
+def test_gpu_blocks_beyond_the_limit_of_grid_y():
+    """70000 heads over the batch: a grid of one axis."""
+    run_on_gpu(Case(batch=700, seqlen_q=2, seqlen_k=3, heads=100, kv_heads=50, head_dim=4, head_dim_v=4))
