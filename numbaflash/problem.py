@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 MAX_HEAD_DIM = 256
@@ -258,3 +258,16 @@ def check_result(name, shape, dtype, *, want_shape, want_dtype, readonly):
         raise ValueError(f"{name} must have shape {tuple(want_shape)}; got {tuple(shape)}")
     if readonly:
         raise ValueError(f"{name} must be writable; got a read-only array")
+
+
+def trim_keys(problem: Problem) -> tuple[Problem, int]:
+    """The same problem over only those keys that some query sees, and the number of keys before them.
+
+    What no query may see then lies outside the problem: whatever it holds cannot reach a result.
+    """
+    if not problem.seqlen_q or not problem.seqlen_k:
+        return problem, 0
+    first = 0 if problem.left is None else min(max(0, problem.offset - problem.left), problem.seqlen_k)
+    end = problem.seqlen_k if problem.right is None else max(0, min(problem.seqlen_k, problem.seqlen_q + problem.offset + problem.right))
+    end = max(first, end)
+    return replace(problem, seqlen_k=end - first, offset=problem.offset - first), first

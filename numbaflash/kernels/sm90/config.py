@@ -1,0 +1,196 @@
+"""Tile sizes of the Hopper kernels: a frozen configuration, chosen by pure functions of the problem."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...problem import Problem
+
+MAX_SHARED = 232448  # bytes of shared memory that a block may have on sm_90
+ALIGNMENT = 1024  # of every tile: the 128-byte swizzle repeats every eight rows of 128 bytes
+ELEMENTS = {"float16": "f16", "bfloat16": "bf16"}
+REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}  # of producer and consumer threads, by number of consumers
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardConfig:
+    """Everything that is compiled into a forward kernel.
+
+    Attributes
+    ----------
+    element : str
+        PTX element type, "f16" or "bf16".
+    head_dim, head_dim_v : int
+    q_tile : int
+        Rows of a block's query tile, 64 a consumer warpgroup.
+    kv_block : int
+        Keys of a step of the main loop, a multiple of 16.
+    stages : int
+        K and V blocks in flight.
+    left, right : bool
+        Whether the band is bounded there.
+    pack : int
+        Query heads of a group that share a tile, neighbouring rows being one query's heads; 1 is none.
+    out_in_q : bool
+        The output is staged in Q's shared memory (the next tile's Q then waits for it), else in its own.
+    out_parts : int
+        The output is stored in so many parts, to need that much less shared memory.
+    pingpong : bool
+        Consumer warpgroups take turns at the tensor cores.
+    hold : int
+        Exponentials of a row that are computed before the wait for P V; 0 leaves the place to ptxas.
+    rescale_first : bool
+        The accumulator is rescaled between the issue of Q K^T and that of P V, not after the exponentials.
+    negative_scale : bool
+        Scores are negated, so that their maximum is the scaled maximum.
+    """
+
+    element: str
+    head_dim: int
+    head_dim_v: int
+    q_tile: int
+    kv_block: int
+    stages: int = 2
+    left: bool = False
+    right: bool = False
+    pack: int = 1
+    out_in_q: bool = False
+    out_parts: int = 1
+    pingpong: bool = True
+    hold: int = 16
+    rescale_first: bool = False
+    negative_scale: bool = False
+
+    @property
+    def consumers(self) -> int:
+        return self.q_tile // 64
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.consumers + 1)
+
+    @property
+    def producer_registers(self) -> int:
+        return REGISTERS[self.consumers][0]
+
+    @property
+    def consumer_registers(self) -> int:
+        return REGISTERS[self.consumers][1]
+
+    @property
+    def padded_head_dim(self) -> int:
+        """wgmma steps through K by 16; TMA fills the columns past the head dim with zeros."""
+        return -(-self.head_dim // 16) * 16
+
+    @property
+    def padded_head_dim_v(self) -> int:
+        return -(-self.head_dim_v // 16) * 16
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """Where things lie in a block's shared memory: offsets and sizes in bytes.
+
+    Q and the output lie by consumer warpgroup (64 rows each, ``q_stride`` and ``out_stride`` apart), K and V by stage;
+    each of these is a row of panels of 64 columns.
+    """
+
+    qk_panels: int
+    v_panels: int
+    out_panels: int
+    rows_panel_bytes: int
+    kv_panel_bytes: int
+    q_bytes: int
+    q_stride: int
+    out_stride: int
+    k_bytes: int
+    v_bytes: int
+    q: int
+    k: int
+    v: int
+    out: int
+    barriers: int
+    scratch: int
+    total: int
+
+    @classmethod
+    def of(cls, config: ForwardConfig) -> SharedMemory:
+        qk_panels, v_panels = -(-config.head_dim // 64), -(-config.head_dim_v // 64)
+        rows_panel, kv_panel = 64 * 128, config.kv_block * 128
+        out_panels = -(-v_panels // config.out_parts)
+        q_bytes, out_bytes = qk_panels * rows_panel, out_panels * rows_panel
+        k_bytes, v_bytes = qk_panels * kv_panel, v_panels * kv_panel
+        q_stride = max(q_bytes, out_bytes) if config.out_in_q else q_bytes
+        out_stride = q_stride if config.out_in_q else out_bytes
+        k = config.consumers * q_stride
+        v = k + config.stages * k_bytes
+        after = v + config.stages * v_bytes
+        out = 0 if config.out_in_q else after
+        barriers = after if config.out_in_q else after + config.consumers * out_bytes
+        scratch = barriers + 8 * (2 * config.consumers + 4 * config.stages)
+        return cls(
+            qk_panels, v_panels, out_panels, rows_panel, kv_panel, q_bytes, q_stride, out_stride, k_bytes, v_bytes,
+            q=0, k=k, v=v, out=out, barriers=barriers, scratch=scratch, total=scratch + 16 + ALIGNMENT,
+        )  # fmt: skip
+
+
+def kv_blocks(problem: Problem, config: ForwardConfig) -> np.ndarray:
+    """KV blocks that each q tile of a head steps through, first tile to last: the cost of the tile, as the kernel has it."""
+    rows = problem.seqlen_q * config.pack
+    tile = np.arange(-(-rows // config.q_tile))
+    first = np.zeros_like(tile)
+    end = np.full_like(tile, -(-problem.seqlen_k // config.kv_block))
+    if config.right:
+        last_query = np.minimum((tile + 1) * config.q_tile - 1, rows - 1) // config.pack
+        end = np.clip((last_query + problem.offset + problem.right) // config.kv_block + 1, 1, end)
+    if config.left:
+        first_query = tile * config.q_tile // config.pack
+        first = np.clip((first_query + problem.offset - problem.left) // config.kv_block, 0, end - 1)
+    return end - first
+
+
+def packed_heads(problem: Problem) -> int:
+    """Query heads of a group that share a tile: a power of two up to 64.
+
+    Packing fills tiles that short sequences leave half empty, and with a band a tile of fewer queries sees fewer keys
+    in vain.
+    """
+    pack = min(64, problem.group & -problem.group)
+    if problem.left is not None or problem.right is not None:
+        return pack
+    wasted = -problem.seqlen_q % 64
+    return pack if wasted * 8 > problem.seqlen_q else 1
+
+
+def forward_config(problem: Problem) -> ForwardConfig:
+    """The tuning choice for a problem: a pure function of it, measured on an H200 (docs/performance.md)."""
+    d, dv = problem.head_dim, problem.head_dim_v
+    widest = max(d, dv)
+    banded = problem.left is not None or problem.right is not None
+    tiles = {"q_tile": 128, "kv_block": 128}
+    if widest <= 64:
+        # Three consumers: the exponentials, not the products, are the bottleneck, and more warps hide them.
+        tiles = {"q_tile": 192, "kv_block": 128, "stages": 3}
+    elif widest <= 128:
+        # Long sequences have the steps to fill a longer block; a band wants finer ones.
+        if not banded and problem.seqlen_k >= 4096:
+            tiles["kv_block"] = 160
+    elif widest <= 192:
+        tiles |= {"kv_block": 96, "out_parts": 3, "rescale_first": True}
+    elif banded and problem.seqlen_k <= 2048:
+        # Finer blocks waste less on the diagonal, and leave room for the output beside Q.
+        tiles |= {"kv_block": 64, "out_parts": 2, "rescale_first": True}
+    else:
+        tiles |= {"kv_block": 80, "out_in_q": True, "rescale_first": True}
+    return ForwardConfig(
+        element=ELEMENTS[problem.dtype],
+        head_dim=d,
+        head_dim_v=dv,
+        left=problem.left is not None,
+        right=problem.right is not None,
+        pack=packed_heads(problem),
+        negative_scale=problem.scale < 0,
+        **tiles,
+    )

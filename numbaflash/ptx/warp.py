@@ -1,0 +1,36 @@
+"""Warps and warpgroups: shuffles, votes, named barriers, register reallocation."""
+
+from __future__ import annotations
+
+from .inline import F32, I32, U32, VOID, instruction
+
+shuffle_index = instruction("shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", I32, I32, I32)
+"""Value of the named lane. Broadcasting an index from lane 0 tells ptxas that it is uniform over the warp."""
+
+shuffle_xor = instruction("shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", F32, F32, I32)
+
+any_lane = instruction(
+    "{.reg .pred p, q; setp.ne.u32 p, $1, 0; vote.sync.any.pred q, p, 0xffffffff; selp.u32 $0, 1, 0, q;}",
+    U32,
+    U32,
+)
+"""1 in every lane when the argument is not 0 in some lane."""
+
+elect = instruction("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 $0, 1, 0, p;}", U32)
+"""1 in one lane of a converged warp, 0 in the others; ptxas needs no divergence loop around what that lane issues."""
+
+barrier_sync = instruction("bar.sync $0, $1;", VOID, U32, U32)
+"""Named barrier: arrive and wait until so many threads have arrived (barrier number, threads)."""
+
+barrier_arrive = instruction("bar.arrive $0, $1;", VOID, U32, U32)
+"""Named barrier: arrive without waiting (barrier number, threads)."""
+
+
+def decrease_registers(count):
+    """Give registers back so that the warpgroup keeps ``count`` a thread (a multiple of 8 from 24 to 256)."""
+    return instruction(f"setmaxnreg.dec.sync.aligned.u32 {count};", VOID)
+
+
+def increase_registers(count):
+    """Take registers so that the warpgroup has ``count`` a thread; waits until they are free."""
+    return instruction(f"setmaxnreg.inc.sync.aligned.u32 {count};", VOID)
