@@ -49,7 +49,7 @@ class KernelCache(NullCache):
         return directory() / (hashlib.sha256("\0".join(parts).encode()).hexdigest() + SUFFIX)
 
     def load_overload(self, sig, target_context):
-        target_context.refresh()
+        target_context.refresh()  # defines the runtime's symbols that compiled code asks for
         path = self._path(sig, target_context)
         try:
             data = path.read_bytes()

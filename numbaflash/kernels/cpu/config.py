@@ -69,7 +69,7 @@ def choose(problem: Problem, threads: int) -> CpuConfig:
     rows = problem.seqlen_q * problem.group
     kernel = choose_kernel(problem, rows)
     kv_tile = round_up(64, kernel.rows)
-    q_tile = min(max(1, 256 // kernel.panel), -(-rows // kernel.panel)) * kernel.panel
+    q_tile = min(max(1, 512 // kernel.panel), -(-rows // kernel.panel)) * kernel.panel
     heads = max(1, problem.batch * problem.kv_heads)
     while q_tile > kernel.panel and heads * -(-rows // q_tile) < 2 * threads:
         q_tile = round_up(q_tile // 2, kernel.panel)
@@ -95,7 +95,7 @@ def choose_kernel(problem: Problem, rows: int) -> Kernel:
     if rows <= lanes:
         return Kernel(problem.dtype, lanes, 1, 8)
     if target.vector_registers() == 32:
-        return Kernel(problem.dtype, lanes, 3, 8)
+        return Kernel(problem.dtype, lanes, 2, 8)
     return Kernel(problem.dtype, lanes, 2, 4)
 
 

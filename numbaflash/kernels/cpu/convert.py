@@ -92,6 +92,11 @@ def emit_narrow(builder, value, dtype, half_instructions=None):
     return builder.trunc(builder.or_(result, sign), short)
 
 
+def stored_type(dtype) -> ir.Type:
+    """LLVM type of an element in memory."""
+    return ir.IntType(16) if ITEMSIZE[dtype] == 2 else element_type(COMPUTE[dtype])
+
+
 @functools.cache
 def elements(dtype, lanes=None):
     """Loads and stores that convert.
@@ -111,9 +116,7 @@ def elements(dtype, lanes=None):
         ``store(address, value)``.
     """
     compute = COMPUTE[dtype]
-    itemsize = ITEMSIZE[dtype]
-    stored = ir.IntType(16) if itemsize == 2 else element_type(compute)
-    number = compute
+    stored, number = stored_type(dtype), compute
     if lanes is not None:
         stored, number = ir.VectorType(stored, lanes), Vector(compute, lanes)
 

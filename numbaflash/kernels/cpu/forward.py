@@ -22,6 +22,7 @@ from .config import CpuConfig, Kernel, round_up
 from .convert import COMPUTE, ITEMSIZE, elements
 from .exp2 import exp2
 from .microkernel import tile_product
+from .transpose import transposing
 from .vector import Simd, any_lane, fma, maximum, pointer, select
 
 INT64_FIELDS = (
@@ -29,7 +30,7 @@ INT64_FIELDS = (
     *("q_tile", "kv_tile", "splits", "q_blocks", "items", "value_columns"),
     *(f"{operand}_{axis}" for operand in ("q", "k", "v", "out") for axis in ("batch", "row", "head", "dim")),
     *("lse_batch", "lse_head", "lse_row"),
-    *("at_queries", "at_output", "at_keys", "at_values", "at_scores", "at_m", "at_l", "at_alpha", "at_first", "at_last", "at_ranges", "workspace", "partial"),
+    *("at_queries", "at_output", "at_keys", "at_values", "at_scores", "at_m", "at_l", "at_alpha", "at_first", "at_last", "at_ranges", "at_addresses", "workspace", "partial"),
 )
 ARGUMENTS = np.dtype([("score_scale", np.float64), *((name, np.int64) for name in INT64_FIELDS)])
 """What a launch tells the kernel beside addresses: sizes, tiles, strides and workspace places, the latter in bytes."""
@@ -71,6 +72,7 @@ def arguments(problem, layouts, config: CpuConfig) -> np.ndarray:
         ("first", config.q_tile * 4),
         ("last", config.q_tile * 4),
         ("ranges", config.q_tile // kernel.panel * 4 * 8),
+        ("addresses", kernel.panel * 8),
     ):
         args[f"at_{name}"] = end
         end += round_up(size, CACHE_LINE)
@@ -125,6 +127,7 @@ def build(kernel: Kernel):
     load_number, store_number = elements("float64" if compute == types.float64 else "float32")
     load_element, store_element = elements(kernel.dtype)
     load_elements, _ = elements(kernel.dtype, lanes)
+    load_rows, store_rows = transposing(kernel.dtype, lanes)
     lse_dtype = "float64" if compute == types.float64 else "float32"
     _, store_lse = elements(lse_dtype)
     load_index, splat_index = index_simd.load, index_simd.splat
@@ -155,53 +158,58 @@ def build(kernel: Kernel):
                 column += 1
 
     @jit
-    def locate(args, row):
-        """(query, head within the group) of a row."""
-        query = row // args.group
-        return query, row - query * args.group
-
-    @jit
-    def pack_queries(args, q, batch, kv_head, first_row, work, first, last, ranges):
-        """Transpose a tile of queries into panels, and note which keys each row sees: ``first`` to ``last``.
-
-        ``ranges[panel]`` becomes (first key that some row sees, one past the last, first key that all rows see, one past
-        the last). Returns the number of panels.
-        """
+    def list_rows(args, operand, row_stride, head_stride, first_row, addresses):
+        """Addresses of the rows of a panel. Lanes past the last row repeat it: they compute and store the same again."""
         n_rows = args.seqlen_q * args.group
-        head = q + batch * args.q_batch + kv_head * args.group * args.q_head
-        n_panels = min(args.q_tile, n_rows - first_row + panel - 1) // panel
-        for p in range(n_panels):
-            some_first, some_last, all_first, all_last = args.seqlen_k, 0, 0, args.seqlen_k
-            target = work + args.at_queries + p * args.head_dim * panel_bytes
-            for lane in range(panel):
-                row = first_row + p * panel + lane
-                query, member = locate(args, min(row, n_rows - 1))
-                place = query + args.offset
-                lo = max(0, place - args.left)
-                hi = max(lo, min(args.seqlen_k, place + args.right + 1))
-                first[p * panel + lane], last[p * panel + lane] = lo, hi
-                if lo < hi:
-                    some_first, some_last = min(some_first, lo), max(some_last, hi)
-                all_first, all_last = max(all_first, lo), min(all_last, hi)
-                source = head + query * args.q_row + member * args.q_head
-                if row < n_rows:
-                    for d in range(args.head_dim):
-                        scaled = np.float64(load_element(source + d * args.q_dim)) * args.score_scale
-                        store_number(target + d * panel_bytes + lane * itemsize, number(scaled))
-                else:
-                    for d in range(args.head_dim):
-                        store_number(target + d * panel_bytes + lane * itemsize, zero)
-            ranges[p, 0], ranges[p, 1], ranges[p, 2], ranges[p, 3] = some_first, some_last, all_first, all_last
-        return n_panels
+        for lane in range(panel):
+            row = min(first_row + lane, n_rows - 1)
+            query = row // args.group
+            addresses[lane] = operand + query * row_stride + (row - query * args.group) * head_stride
 
     @jit
-    def clear_state(args, work, n_panels):
-        """m = -inf, l = 0, O = 0."""
-        for i in range(n_panels * vectors):
-            store(work + args.at_m + i * vector_bytes, splat(minus_inf))
-            store(work + args.at_l + i * vector_bytes, splat(zero))
-        for i in range(n_panels * vectors * args.value_columns):
-            store(work + args.at_output + i * vector_bytes, splat(zero))
+    def list_bands(args, first_row, first, last):
+        """Keys that each row of a panel sees, from ``first[lane]`` until before ``last[lane]``.
+
+        Returns (first key that some row sees, one past the last, first key that all rows see, one past the last).
+        """
+        some_first, some_last, all_first, all_last = args.seqlen_k, 0, 0, args.seqlen_k
+        n_rows = args.seqlen_q * args.group
+        for lane in range(panel):
+            place = min(first_row + lane, n_rows - 1) // args.group + args.offset
+            lo = max(0, place - args.left)
+            hi = max(lo, min(args.seqlen_k, place + args.right + 1))
+            first[lane], last[lane] = lo, hi
+            if lo < hi:
+                some_first, some_last = min(some_first, lo), max(some_last, hi)
+            all_first, all_last = max(all_first, lo), min(all_last, hi)
+        return some_first, some_last, all_first, all_last
+
+    @jit
+    def pack_queries(args, addresses, queries):
+        """Transpose a panel of queries, in units of log2(e)."""
+        factor = number(args.score_scale)
+        remainder = number(args.score_scale - np.float64(factor))
+        d = 0
+        if args.q_dim == stored_size:
+            while d + lanes <= args.head_dim:
+                for w in range(vectors):
+                    rows_of_lanes = np.int64(addresses.ctypes.data) + w * lanes * 8
+                    load_rows(rows_of_lanes, d * stored_size, factor, remainder, queries + d * panel_bytes + w * vector_bytes, panel_bytes)
+                d += lanes
+        while d < args.head_dim:
+            for lane in range(panel):
+                scaled = np.float64(load_element(addresses[lane] + d * args.q_dim)) * args.score_scale
+                store_number(queries + d * panel_bytes + lane * itemsize, number(scaled))
+            d += 1
+
+    @jit
+    def clear_state(args, m, l, output):
+        """m = -inf, l = 0, O = 0, for a panel."""
+        for w in range(vectors):
+            store(m + w * vector_bytes, splat(minus_inf))
+            store(l + w * vector_bytes, splat(zero))
+        for i in range(vectors * args.value_columns):
+            store(output + i * vector_bytes, splat(zero))
 
     # -- the steps of one key block and one panel of queries
 
@@ -302,15 +310,22 @@ def build(kernel: Kernel):
     def attend(args, q, k, v, item, work):
         """Algorithm 1 for one tile of queries and (a part of) their keys; m, l and O are left in the workspace."""
         batch, kv_head, first_row, split = place_of(args, item)
+        keys, values, scores, alpha = work + args.at_keys, work + args.at_values, work + args.at_scores, work + args.at_alpha
         first = carray(as_pointer_to_int32(work + args.at_first), args.q_tile)
         last = carray(as_pointer_to_int32(work + args.at_last), args.q_tile)
         ranges = carray(as_pointer_to_int64(work + args.at_ranges), (args.q_tile // panel, 4))
-        n_panels = pack_queries(args, q, batch, kv_head, first_row, work, first, last, ranges)
-        clear_state(args, work, n_panels)
-        keys, values, scores, alpha = work + args.at_keys, work + args.at_values, work + args.at_scores, work + args.at_alpha
+        addresses = carray(as_pointer_to_int64(work + args.at_addresses), panel)
+        n_panels = panels_of(args, first_row)
+        q_head = q + batch * args.q_batch + kv_head * args.group * args.q_head
         tile_first, tile_last = args.seqlen_k, 0
         for p in range(n_panels):
+            list_rows(args, q_head, args.q_row, args.q_head, first_row + p * panel, addresses)
+            pack_queries(args, addresses, work + args.at_queries + p * args.head_dim * panel_bytes)
+            ranges[p] = list_bands(args, first_row + p * panel, first[p * panel :], last[p * panel :])
             tile_first, tile_last = min(tile_first, ranges[p, 0]), max(tile_last, ranges[p, 1])
+            clear_state(
+                args, work + args.at_m + p * panel_bytes, work + args.at_l + p * panel_bytes, work + args.at_output + p * args.value_columns * panel_bytes
+            )
         if args.splits > 1:
             part = -(-(-(-(tile_last - tile_first) // args.splits)) // args.kv_tile) * args.kv_tile
             tile_first, tile_last = tile_first + split * part, min(tile_last, tile_first + (split + 1) * part)
@@ -347,7 +362,11 @@ def build(kernel: Kernel):
                     weigh_values(args, values, scores, output, alpha, begin, n_seen - begin)
                 else:
                     weigh_seen_values(args, values, scores, output, alpha, begin, n_seen, block, panel_first, panel_last)
-        return n_panels
+
+    @jit
+    def panels_of(args, first_row):
+        """Panels of the tile that begins at a row."""
+        return (min(args.q_tile, args.seqlen_q * args.group - first_row) + panel - 1) // panel
 
     @jit
     def place_of(args, item):
@@ -363,22 +382,35 @@ def build(kernel: Kernel):
         return batch, kv_head, block * args.q_tile, split
 
     @jit
-    def finish(args, out, lse, item, output, m, l):
-        """out = O / l and lse = ln(l) + m, transposed back to rows."""
+    def finish(args, out, lse, item, output, m, l, addresses_place):
+        """out = O / l and lse = m + log2(l), in natural units, transposed back to rows. Overwrites l."""
         batch, kv_head, first_row, _ = place_of(args, item)
-        n_rows = min(args.q_tile, args.seqlen_q * args.group - first_row)
-        for r in range(n_rows):
-            query, member = locate(args, first_row + r)
-            head = kv_head * args.group + member
-            total, top = load_number(l + r * itemsize), load_number(m + r * itemsize)
-            factor = one if total == zero else one / total
-            source = output + r // panel * args.value_columns * panel_bytes + r % panel * itemsize
-            target = out + batch * args.out_batch + query * args.out_row + head * args.out_head
-            for d in range(args.head_dim_v):
-                store_element(target + d * args.out_dim, load_number(source + d * panel_bytes) * factor)
+        addresses = carray(as_pointer_to_int64(addresses_place), panel)
+        head = kv_head * args.group
+        for p in range(panels_of(args, first_row)):
+            panel_m, panel_l, panel_output = m + p * panel_bytes, l + p * panel_bytes, output + p * args.value_columns * panel_bytes
             if lse != 0:
-                value = -np.inf if total == zero else np.float64(top) * ln2 + np.log(np.float64(total))
-                store_lse(lse + batch * args.lse_batch + head * args.lse_head + query * args.lse_row, number(value))
+                list_rows(args, lse + batch * args.lse_batch + head * args.lse_head, args.lse_row, args.lse_head, first_row + p * panel, addresses)
+                for lane in range(panel):
+                    total = np.float64(load_number(panel_l + lane * itemsize))
+                    top = np.float64(load_number(panel_m + lane * itemsize))
+                    store_lse(addresses[lane], number(-np.inf if total == 0 else top * ln2 + np.log(total)))
+            for lane in range(panel):
+                total = load_number(panel_l + lane * itemsize)
+                store_number(panel_l + lane * itemsize, one if total == zero else one / total)
+            list_rows(args, out + batch * args.out_batch + head * args.out_head, args.out_row, args.out_head, first_row + p * panel, addresses)
+            d = 0
+            if args.out_dim == stored_size:
+                while d + lanes <= args.head_dim_v:
+                    for w in range(vectors):
+                        source = panel_output + d * panel_bytes + w * vector_bytes
+                        store_rows(source, panel_bytes, panel_l + w * vector_bytes, addresses_place + w * lanes * 8, d * stored_size)
+                    d += lanes
+            while d < args.head_dim_v:
+                for lane in range(panel):
+                    value = load_number(panel_output + d * panel_bytes + lane * itemsize) * load_number(panel_l + lane * itemsize)
+                    store_element(addresses[lane] + d * args.out_dim, value)
+                d += 1
 
     @jit
     def keep_part(args, work, part):
@@ -433,15 +465,25 @@ def build(kernel: Kernel):
             while item < args.items:
                 part = partial + item * args.partial
                 merge_parts(args, part)
-                finish(args, out, lse, item, part, part + bytes_of_output, part + bytes_of_output + args.q_tile * itemsize)
+                finish(args, out, lse, item, part, part + bytes_of_output, part + bytes_of_output + args.q_tile * itemsize, work + args.at_addresses)
                 item = next_item(counter) * args.splits
         else:
             while item < args.items:
                 attend(args, q, k, v, item, work)
                 if args.splits == 1:
-                    finish(args, out, lse, item, work + args.at_output, work + args.at_m, work + args.at_l)
+                    finish(args, out, lse, item, work + args.at_output, work + args.at_m, work + args.at_l, work + args.at_addresses)
                 else:
                     keep_part(args, work, partial + item * args.partial)
                 item = next_item(counter)
 
-    return SimpleNamespace(thread=thread, pack=pack, all_finite=all_finite)
+    return SimpleNamespace(
+        thread=thread,
+        pack=pack,
+        pack_queries=pack_queries,
+        compute_scores=compute_scores,
+        mask_scores=mask_scores,
+        update_softmax=update_softmax,
+        weigh_values=weigh_values,
+        all_finite=all_finite,
+        finish=finish,
+    )
