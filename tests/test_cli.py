@@ -170,6 +170,33 @@ def test_demo_leaves_the_dense_part_out_when_memory_is_short(capsys, monkeypatch
     assert status == 0 and "dense       not computed: its scores alone take" in out and "the halves make the whole" in out
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dense_computations_are_attention(dtype):
+    """PyTorch's is looked at on the CPU here, through the class that serves its GPUs."""
+    torch = pytest.importorskip("torch")
+    from numbaflash.cli.devices import Cpu, Torch
+
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((2, 20, 4, 16)).astype(files.dtype_of(dtype))
+    k, v = (rng.standard_normal((2, 20, 2, 16)).astype(files.dtype_of(dtype)) for _ in range(2))
+    want = nf.forward(q, k, v, causal=True, scale=0.3).astype(np.float64)
+    place = object.__new__(Torch)
+    place.torch, place.device = torch, torch.device("cpu")
+    for where in (Cpu(), place):
+        arrays = [where.put(x) for x in (q, k, v)]
+        np.testing.assert_array_equal(where.get(arrays[0]).view(np.uint8), q.view(np.uint8))
+        got = where.get(where.dense(*arrays, np.tri(20, dtype=bool), 0.3)).astype(np.float64)
+        np.testing.assert_allclose(got, want, atol=1e-5 if dtype == "float32" else 3e-2)
+
+
+def test_a_gpu_that_no_library_sees_is_told(capsys, monkeypatch):
+    from numbaflash.cli import devices
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
+    refused(capsys, "cannot use cuda:7: PyTorch is not installed; CuPy is not installed; Numba is not installed", "demo", "--device", "cuda:7")
+
+
 def test_peak_memory_is_measured():
     from numbaflash.cli.measure import peak_host_bytes
 

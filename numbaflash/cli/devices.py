@@ -14,7 +14,7 @@ import numpy as np
 from ..dispatch import CPU, Device
 from ..support import assumed_device
 from .errors import CommandError
-from .measure import peak_host_bytes
+from .measure import available_host_bytes, peak_host_bytes
 
 
 class Cpu:
@@ -36,8 +36,6 @@ class Cpu:
         return peak_host_bytes()
 
     def free_bytes(self) -> int | None:
-        from .measure import available_host_bytes
-
         return available_host_bytes()
 
     def dense(self, q, k, v, seen, scale):
@@ -144,6 +142,8 @@ class NumbaCuda:
 
     def __init__(self, index: int):
         from numba import cuda
+
+        from .. import toolchain  # noqa: F401  it makes numba-cuda importable with NumPy 2.5
 
         self.cuda = cuda
         self.gpu = cuda.gpus[index]
