@@ -13,12 +13,15 @@ from .problem import DTYPES, ITEMSIZE, MAX_HEAD_DIM, Problem, make_problem
 CAPABILITIES = ((5, 0), (6, 0), (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 _SM_COUNTS = {(8, 0): 108, (9, 0): 132, (10, 0): 148}
 
+OTHER = -1
+"""Stands for the next head dim that the family has."""
+
 OPTIONS = {
     "causal": {"causal": True},
     "causal top_left": {"causal": "top_left"},
     "window": {"window": (128, 32)},
     "GQA, MQA": {"kv_heads": 2},
-    "D != Dv": {"head_dim_v": "other"},
+    "D != Dv": {"head_dim_v": OTHER},
     "no keys": {"seqlen_k": 0},
 }
 """Columns of the table: an option's name and how it changes the plain problem."""
@@ -105,8 +108,6 @@ def dims_text(dims: list[int]) -> str:
 
 
 def _problem(dtype, head_dim, *, kv_heads=4, seqlen_k=256, head_dim_v=None, **options) -> Problem:
-    if head_dim_v == "other":
-        head_dim_v = head_dim // 2 if head_dim % 16 == 0 else max(1, head_dim - 1)
     k_shape = (1, seqlen_k, kv_heads, head_dim)
     return make_problem((1, 256, 4, head_dim), k_shape, (*k_shape[:3], head_dim_v or head_dim), (dtype,) * 3, **options)
 
@@ -126,7 +127,10 @@ def _devices(family, dtype):
 
 
 def _option(family, device, dtype, dims, change) -> str:
-    tried = [not family.supports(_problem(dtype, d, **change), device) for d in dims]
+    tried = []
+    for d, after in zip(dims, dims[1:] + dims[:1], strict=True):
+        options = {name: after if value == OTHER else value for name, value in change.items()}
+        tried.append(not family.supports(_problem(dtype, d, **options), device))
     return "yes" if all(tried) else "some head dims" if any(tried) else "no"
 
 
