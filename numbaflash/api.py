@@ -87,6 +87,8 @@ def forward(q, k, v, *, scale=None, causal=False, window=None, return_lse=False,
     library = LIBRARIES.get(type(q))
     if library is None or LIBRARIES.get(type(k)) is not library or LIBRARIES.get(type(v)) is not library:
         library = one_library(q=q, k=k, v=v)
+    if (out is not None and LIBRARIES.get(type(out)) is not library) or (lse is not None and LIBRARIES.get(type(lse)) is not library):
+        one_library(**_present(q=q, out=out, lse=lse))
     if scale is not None and type(scale) is not float:
         scale = check_scale(scale, 1)
     if causal is not False and causal is not True:
@@ -106,12 +108,8 @@ def forward(q, k, v, *, scale=None, causal=False, window=None, return_lse=False,
         k_at, k_key = inspect(k)
         v_at, v_key = inspect(v)
         if out is not None:
-            if LIBRARIES.get(type(out)) is not library:
-                one_library(q=q, out=out)
             out_at, out_key = library.inspect_result(out)
         if lse is not None:
-            if LIBRARIES.get(type(lse)) is not library:
-                one_library(q=q, lse=lse)
             lse_at, lse_key = library.inspect_result(lse)
     except Exception:
         for name, x in _present(q=q, k=k, v=v, out=out, lse=lse).items():

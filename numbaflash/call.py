@@ -5,7 +5,6 @@ A kind is everything but the addresses: library, shapes, strides, dtypes, device
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 from collections.abc import Callable
@@ -23,8 +22,6 @@ MAX_CALLS = 2048
 _lock = threading.Lock()
 _prepared: dict[tuple, Call] = {}
 find = _prepared.get
-
-logger = logging.getLogger("numbaflash")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,24 +147,18 @@ def _apart(facts: dict[str, Facts]):
     q_low, q_high, k_low, k_high, v_low, v_high, out_low, out_high, lse_low, lse_high = ends
     has_out, has_lse = (name in facts for name in RESULTS)
 
+    def touches_input(low, high, q, k, v):
+        return (q + q_low < high and low < q + q_high) or (k + k_low < high and low < k + k_high) or (v + v_low < high and low < v + v_high)
+
     def apart(q, k, v, out, lse):
-        if has_out:
-            low, high = out + out_low, out + out_high
-            if (q + q_low < high and low < q + q_high) or (k + k_low < high and low < k + k_high) or (v + v_low < high and low < v + v_high):
-                return False
-            if has_lse and lse + lse_low < high and low < lse + lse_high:
-                return False
-        elif out & 15:  # a new array of less alignment than plans take for granted
-            return False
+        low, high = out + out_low, out + out_high
         if has_lse:
-            if not lse:
+            other_low, other_high = lse + lse_low, lse + lse_high
+            if not lse or touches_input(other_low, other_high, q, k, v) or (has_out and other_low < high and low < other_high):
                 return False
-            low, high = lse + lse_low, lse + lse_high
-            if (q + q_low < high and low < q + q_high) or (k + k_low < high and low < k + k_high) or (v + v_low < high and low < v + v_high):
-                return False
-        elif lse & 15:
+        elif lse & 15:  # a new array of less alignment than plans take for granted
             return False
-        return True
+        return not touches_input(low, high, q, k, v) if has_out else not out & 15
 
     return apart
 
@@ -248,16 +239,15 @@ def _layout(facts: Facts, itemsize: int) -> dispatch.Layout | None:
 
 
 def _logged(plan, launch):
-    """The launch, announced at each call when ``NUMBAFLASH_LOG`` asks for it."""
-    from .toolchain import log  # noqa: F401  it sets the logger up
+    """Log the plan, and let the launch log each call, as ``NUMBAFLASH_LOG`` asks."""
+    from .toolchain.log import logger  # sets the logger up
 
+    logger.info("plan: %s on %s for %s", plan.family, plan.device.name, plan.problem)
     if not logger.isEnabledFor(logging.DEBUG):
         return launch
-    p = plan.problem
 
-    @functools.wraps(launch)
     def announced(*arguments):
-        logger.debug("forward on %s by %s: %s", plan.device.name, plan.family, p)
+        logger.debug("launch: %s on %s for %s", plan.family, plan.device.name, plan.problem)
         launch(*arguments)
 
     return announced

@@ -56,9 +56,7 @@ def _operation(options: str, with_lse: bool):
 
     @attention.defjvp
     def differentiate(primals, tangents):
-        raise NotImplementedError(
-            "numbaflash.forward cannot be differentiated yet; keep its arguments out of the derivative with jax.lax.stop_gradient"
-        )
+        raise UnsupportedError("numbaflash.forward cannot be differentiated; keep its arguments out of the derivative with jax.lax.stop_gradient")
 
     return jax.jit(attention)
 

@@ -21,12 +21,9 @@ def merge(outs, lses):
         raise ValueError("outs must hold at least one partial result; got none")
     arrays = {f"outs[{i}]": x for i, x in enumerate(outs)} | {f"lses[{i}]": x for i, x in enumerate(lses)}
     library = one_library(**arrays)
-    facts = {name: library.describe(x, name) for name, x in arrays.items()}
-    dtype, lse_dtype = _check(facts)
-    if library.one_device:
-        check_one_device(facts)
     if library.merge is not None:
         return library.merge(outs, lses)
+    dtype, lse_dtype = check({name: library.describe(x, name) for name, x in arrays.items()}, library.one_device)
     with library.on_device(outs[0]), np.errstate(all="ignore"):
         return _merge(library, outs, lses, dtype, lse_dtype)
 
@@ -37,8 +34,8 @@ def _parts(name, parts) -> list:
     return list(parts)
 
 
-def _check(facts: dict[str, Facts]) -> tuple[str, str]:
-    """dtypes of the outs and of the lses, after every check of shape and dtype."""
+def check(facts: dict[str, Facts], one_device: bool = True) -> tuple[str, str]:
+    """dtypes of the outs and of the lses, after every check of shape, dtype and device."""
     dtype, shape = facts["outs[0]"].dtype, facts["outs[0]"].shape
     if dtype not in DTYPES:
         raise TypeError(f"outs[0] must be one of {', '.join(DTYPES)}; got dtype {dtype}")
@@ -52,6 +49,8 @@ def _check(facts: dict[str, Facts]) -> tuple[str, str]:
             raise TypeError(f"{name} must have dtype {kind}, as {of} {'has' if of == 'outs[0]' else 'have'}; got {each.dtype}")
         if each.shape != want:
             raise ValueError(f"{name} must have shape {want}; got {each.shape}")
+    if one_device:
+        check_one_device(facts)
     return dtype, lse_dtype
 
 

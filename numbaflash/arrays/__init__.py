@@ -55,14 +55,14 @@ def _find(x, name) -> Library:
 
 
 def one_library(**arrays) -> Library:
-    """The adapter that all given arrays share; an array of None is left out.
+    """The adapter that all given arrays share.
 
     Raises
     ------
     TypeError
         When they come from more than one library.
     """
-    found = {name: library(x, name) for name, x in arrays.items() if x is not None}
+    found = {name: library(x, name) for name, x in arrays.items()}
     first, *others = found.values()
     if any(other is not first for other in others):
         raise TypeError(

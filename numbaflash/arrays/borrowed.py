@@ -25,7 +25,7 @@ def adopt(x, name):
     return _LENDERS.setdefault(module, Lender("Numba" if module in ("numba", "numba_cuda") else module))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Borrowed:
     """Somebody else's memory, as `Facts` describes it.
 
@@ -57,7 +57,7 @@ class Lender(Library):
 
     def borrow(self, given, stream=None):
         """Borrow every array that is not None, ready on one stream; returns that stream too (as given for host memory)."""
-        target = None if stream is None else stream_handle(stream)
+        target = None if stream is None else stream_handle(stream) or LEGACY_DEFAULT
         lent = {name: None if x is None else borrow(x, name, target) for name, x in given.items()}
         on_device = [b for b in lent.values() if b is not None and b.facts.kind == "cuda"]
         if on_device:
@@ -74,14 +74,14 @@ class Lender(Library):
         return borrow(x, name, None).facts
 
     def merge(self, outs, lses):
-        given = {("outs", i): x for i, x in enumerate(outs)} | {("lses", i): x for i, x in enumerate(lses)}
-        lent, stream = self.borrow(given)
-        facts = {name: b.facts for name, b in lent.items()}
-        outs, lses = ([facts[kind, i] for i in range(len(outs))] for kind in ("outs", "lses"))
-        if outs[0].kind == "cpu":
-            from ..merging import merge
+        from .. import merging
 
-            return merge([host.typed_view(x) for x in outs], [host.typed_view(x) for x in lses])
+        lent, stream = self.borrow({f"outs[{i}]": x for i, x in enumerate(outs)} | {f"lses[{i}]": x for i, x in enumerate(lses)})
+        facts = {name: b.facts for name, b in lent.items()}
+        merging.check(facts)
+        outs, lses = list(facts.values())[: len(outs)], list(facts.values())[len(outs) :]
+        if outs[0].kind == "cpu":
+            return merging.merge([host.typed_view(x) for x in outs], [host.typed_view(x) for x in lses])
         from .device import empty, merge
 
         out, lse = (empty(x.index, x.shape, host.dtype_of(x.dtype), stream) for x in (outs[0], lses[0]))
@@ -246,7 +246,8 @@ class Memory(Library):
             return lambda stream: np.empty(shape, dtype)
         from .device import empty
 
-        return lambda stream: empty(like.facts.index, shape, dtype, stream)
+        index = like.facts.index
+        return lambda stream: empty(index, shape, dtype, stream)
 
     def contiguous(self, x, stream):
         facts = x.facts

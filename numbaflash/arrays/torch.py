@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch.autograd import forward_ad
@@ -30,6 +31,12 @@ def _current_stream_function():
     return raw if raw is not None else lambda index: torch.cuda.current_stream(index).cuda_stream
 
 
+def _untraced(name, *arrays, **options):
+    from .. import api
+
+    return torch.compiler.disable(getattr(api, name))(*arrays, **options)
+
+
 def _recorded(x) -> bool:
     """Whether torch would expect an operation on ``x`` to be recorded for a derivative."""
     if x.requires_grad and torch.is_grad_enabled():
@@ -40,6 +47,16 @@ def _recorded(x) -> bool:
 class Torch(Library):
     name = "PyTorch"
     namespace = torch
+
+    @property
+    def forward(self):
+        """None, except where torch.compile traces: there the call breaks the graph, and nothing inside it is traced."""
+        return partial(_untraced, "forward") if torch.compiler.is_compiling() else None
+
+    @property
+    def merge(self):
+        """Like `forward`."""
+        return partial(_untraced, "merge") if torch.compiler.is_compiling() else None
 
     def inspect(self, x):
         at = x.data_ptr()
