@@ -51,6 +51,7 @@ def build(config: Config) -> KernelSource:
     commit, wait = cp_async.commit, cp_async.wait
 
     real, vector = t.real, config.vector
+    step = tiles.UNITS * vector
     threads, warp_size, lanes_m, lanes_n = config.threads, config.warp_size, config.lanes_m, config.lanes_n
     lane_bits = lanes_n.bit_length()
     rows, dim, dim_v, q_tile, kv_tile = config.rows, config.dim, config.dim_v, config.q_tile, config.kv_tile
@@ -109,8 +110,8 @@ def build(config: Config) -> KernelSource:
             s = zero_scores()
             c = int32(0)
             while c < dim:
-                s = add_qk(s, memory, q_row + (c ^ q_key), k_row + (c ^ k_key))
-                c = int32(c + vector)
+                s = add_qk(s, memory, q_row, k_row, c ^ q_key, c ^ k_key)
+                c = int32(c + step)
 
             border = first_k + kv_tile > seqlen_k
             if bounded_left:
@@ -140,13 +141,13 @@ def build(config: Config) -> KernelSource:
             c = int32(0)
             if plain:
                 while c < kv_tile:
-                    o = add_pv(o, memory, p_row + (c ^ p_key), v_row + c * dim_v)
-                    c = int32(c + vector)
+                    o = add_pv(o, memory, p_row, v_row + c * dim_v, c ^ p_key)
+                    c = int32(c + step)
             else:
                 query = int64(first_q + warp_row)
                 first, last = relative_key(query + band_first, int64(first_k)), relative_key(query + band_last, int64(first_k))
                 while c < kv_tile:
-                    o = add_pv_seen(o, memory, p_row + (c ^ p_key), v_row + c * dim_v, first - c, last - c)
+                    o = add_pv_seen(o, memory, p_row, v_row + c * dim_v, c ^ p_key, first - c, last - c)
                     c = int32(c + vector)
 
         l = reduce_sum(l)

@@ -145,58 +145,73 @@ def _to_compute(ops, config, values):
 # ---- products
 
 
+UNITS = 2
+"""16-byte units of a row that a call of the products takes: enough to make up for counting and branching, small enough for
+the instruction cache."""
+
+
 def add_qk(config: Config):
-    """``f(scores, memory, q_index, k_index) -> scores``: one 16-byte unit of the head dim of q k^T."""
+    """``f(scores, memory, q_row, k_row, q_unit, k_unit) -> scores``: `UNITS` units of the head dim of q k^T.
+
+    Rows are indices of the thread's first rows, units the (swizzled) offsets of the first unit in them.
+    """
     t, rows, columns, vector = Types.of(config), config.rows, config.columns, config.vector
 
-    def body(ops, s, memory, q_index, k_index):
-        q = [ops.load(memory, q_index, i * config.lanes_m * config.dim, vector) for i in range(rows)]
-        for j in range(columns):
-            k = ops.load(memory, k_index, j * config.lanes_n * config.dim, vector)
-            for x in range(vector):
-                for i in range(rows):
-                    s[i * columns + j] = ops.fma(q[i][x], k[x], s[i * columns + j])
+    def body(ops, s, memory, q_row, k_row, q_unit, k_unit):
+        for unit in range(UNITS):
+            q_index, k_index = q_row + (q_unit ^ unit * vector), k_row + (k_unit ^ unit * vector)
+            q = [ops.load(memory, q_index, i * config.lanes_m * config.dim, vector) for i in range(rows)]
+            for j in range(columns):
+                k = ops.load(memory, k_index, j * config.lanes_n * config.dim, vector)
+                for x in range(vector):
+                    for i in range(rows):
+                        s[i * columns + j] = ops.fma(q[i][x], k[x], s[i * columns + j])
         return s
 
-    return straight_line(t.scores, (t.scores, t.memory, I32, I32), body)
+    return straight_line(t.scores, (t.scores, t.memory, I32, I32, I32, I32), body)
 
 
 def add_pv(config: Config):
-    """``f(output, memory, p_index, v_index) -> output``: one 16-byte unit of keys of p v."""
+    """``f(output, memory, p_row, v_index, p_unit) -> output``: `UNITS` units of keys of p v."""
     t = Types.of(config)
 
-    def body(ops, o, memory, p_index, v_index):
-        return _add_pv(ops, config, o, memory, p_index, v_index, lambda i, x: None)
+    def body(ops, o, memory, p_row, v_index, p_unit):
+        return _add_pv(ops, config, UNITS, o, memory, p_row, v_index, p_unit, lambda i, x: None)
 
-    return straight_line(t.output, (t.output, t.memory, I32, I32), body)
+    return straight_line(t.output, (t.output, t.memory, I32, I32, I32), body)
 
 
 def add_pv_seen(config: Config):
-    """``f(output, memory, p_index, v_index, first, last) -> output``: `add_pv` over the pairs of the band only.
+    """``f(output, memory, p_row, v_index, p_unit, first, last) -> output``: one unit of keys, the pairs of the band only.
 
     The thread's query i sees keys ``first + i * lanes_m`` to ``last + i * lanes_m`` of the unit. What it does not see takes
     no part, whatever v holds (p is 0 there, but 0 * nan is nan).
     """
     t = Types.of(config)
 
-    def body(ops, o, memory, p_index, v_index, first, last):
-        return _add_pv(ops, config, o, memory, p_index, v_index, lambda i, x: (first <= x - i * config.lanes_m) & (last >= x - i * config.lanes_m))
+    def body(ops, o, memory, p_row, v_index, p_unit, first, last):
+        def visible(i, x):
+            return (first <= x - i * config.lanes_m) & (last >= x - i * config.lanes_m)
 
-    return straight_line(t.output, (t.output, t.memory, I32, I32, I32, I32), body)
+        return _add_pv(ops, config, 1, o, memory, p_row, v_index, p_unit, visible)
+
+    return straight_line(t.output, (t.output, t.memory, I32, I32, I32, I32, I32), body)
 
 
-def _add_pv(ops, config, o, memory, p_index, v_index, visible):
+def _add_pv(ops, config, key_units, o, memory, p_row, v_index, p_unit, visible):
     rows, vector = config.rows, config.vector
     units = config.dim_v // (config.lanes_n * vector)
-    p = [ops.load(memory, p_index, i * config.lanes_m * config.kv_tile, vector) for i in range(rows)]
-    for x in range(vector):
-        seen = [visible(i, x) for i in range(rows)]
-        for j in range(units):
-            v = ops.load(memory, v_index, x * config.dim_v + j * config.lanes_n * vector, vector)
-            for y in range(vector):
-                for i in range(rows):
-                    at = (i * units + j) * vector + y
-                    o[at] = ops.fma(p[i][x], v[y] if seen[i] is None else ops.select(seen[i], v[y], 0.0), o[at])
+    for unit in range(key_units):
+        p = [ops.load(memory, p_row + (p_unit ^ unit * vector), i * config.lanes_m * config.kv_tile, vector) for i in range(rows)]
+        for x in range(vector):
+            key = unit * vector + x
+            seen = [visible(i, key) for i in range(rows)]
+            for j in range(units):
+                v = ops.load(memory, v_index, key * config.dim_v + j * config.lanes_n * vector, vector)
+                for y in range(vector):
+                    for i in range(rows):
+                        at = (i * units + j) * vector + y
+                        o[at] = ops.fma(p[i][x], v[y] if seen[i] is None else ops.select(seen[i], v[y], 0.0), o[at])
     return o
 
 
