@@ -79,7 +79,9 @@ def test_properties():
     assert [problem(scale=s).scale for s in (0, -2, 0.5, np.float32(0.25), np.int64(3))] == [0.0, -2.0, 0.5, 0.25, 3.0]
 
 
-@pytest.mark.parametrize("shapes", [((0, 5, 4, 8), (0, 7, 2, 8)), ((2, 0, 4, 8), (2, 7, 2, 8)), ((2, 5, 0, 8), (2, 7, 2, 8)), ((2, 5, 0, 8), (2, 7, 0, 8))])
+@pytest.mark.parametrize(
+    "shapes", [((0, 5, 4, 8), (0, 7, 2, 8)), ((2, 0, 4, 8), (2, 7, 2, 8)), ((2, 5, 0, 8), (2, 7, 2, 8)), ((2, 5, 0, 8), (2, 7, 0, 8))]
+)
 def test_empty(shapes):
     q, k = shapes
     assert problem(q, k, k).is_empty
@@ -130,7 +132,11 @@ WRONG = {
     "causal None": (dict(causal=None), ValueError, r"causal must be .*; got None"),
     "window number": (dict(window=128), TypeError, r"window must be None or a pair \(left, right\); got 128"),
     "window triple": (dict(window=(1, 2, 3)), TypeError, r"window must be None or a pair \(left, right\); got \(1, 2, 3\)"),
-    "window negative": (dict(window=(-1, 0)), ValueError, r"window left must not be negative \(None is unbounded, \(w, 0\) sees w \+ 1 keys\); got -1"),
+    "window negative": (
+        dict(window=(-1, 0)),
+        ValueError,
+        r"window left must not be negative \(None is unbounded, \(w, 0\) sees w \+ 1 keys\); got -1",
+    ),
     "window right": (dict(window=(0, -2)), ValueError, r"window right must not be negative .*; got -2"),
     "window float": (dict(window=(0, 1.0)), TypeError, r"window right must be an integer or None \(unbounded\); got 1.0"),
     "window bool": (dict(window=(True, 0)), TypeError, r"window left must be an integer or None \(unbounded\); got True"),

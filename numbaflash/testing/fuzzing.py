@@ -180,8 +180,12 @@ def _strategy(library, family, where, dtypes, head_dims, max_seqlen, work):
     return problems_for(family, where, dtypes=tuple(dtypes), head_dims=head_dims, max_seqlen=max_seqlen, work=work)
 
 
+class _Over(KeyboardInterrupt):
+    """The search is over; the one kind of exception that Hypothesis lets through at once."""
+
+
 class _Search:
-    """The state of one search. Calling it runs one case; once it has stopped, every case passes at once, which ends Hypothesis' round."""
+    """The state of one search. Calling it runs one case."""
 
     def __init__(self, minutes, family, library, kernel, device, failure, file):
         self.family, self.library, self.kernel, self.device, self.file = family, library, kernel, device, file
@@ -219,7 +223,9 @@ class _Search:
 
             try:
                 search()
-            except Exception:  # the failure itself, or Hypothesis' word that it does not repeat (time over, device lost, a race)
+            except _Over:
+                return
+            except Exception:  # the failure itself, or Hypothesis' word that it does not repeat
                 if self.failing is None:
                     raise
                 return
@@ -227,7 +233,7 @@ class _Search:
 
     def __call__(self, case):
         if self._over():
-            return
+            raise _Over
         self.running.write_text(self._record(case))
         try:
             run_case(case, self.family if self.kernel is None else None, self.library, kernel=self.kernel, device=self.device)
@@ -237,7 +243,8 @@ class _Search:
             if self.failing is None:
                 self.until = time.monotonic() + SHRINK_SECONDS
                 self.fatal = not isinstance(error, AssertionError) and self.library not in ("numpy", "torch")
-                self._print(f"case {self.cases + 1} fails ({type(error).__name__}); making it smaller")
+                todo = "which may have cost the device; stopping" if self.fatal else "making it smaller"
+                self._print(f"case {self.cases + 1} fails ({type(error).__name__}); {todo}")
             elif type(error) is not type(self.error):
                 return
             self.failing, self.error = case, error

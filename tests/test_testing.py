@@ -1,0 +1,449 @@
+"""`numbaflash.testing` itself: a check must let the correct pass and must catch small faults, in every dtype."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from numbaflash import reference, testing
+from numbaflash.problem import DTYPES, UnsupportedError, make_problem
+from numbaflash.testing import Accuracy, AccuracyError, Case, Placement, WriteError, check_forward, expected, problems, run_case
+from numbaflash.testing.values import RECIPES, decode, encode, rounded
+
+
+def inputs(case):
+    memory = case.memory()
+    return [memory[name].decoded() for name in "qkv"]
+
+
+def flash(problem, q, k, v, *, tile=32, fault=""):
+    """Algorithm 1 in float32, weights rounded to the dtype as tensor cores take them; ``fault`` plants a mistake."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        return _flash(problem, q, k, v, tile, fault)
+
+
+def _flash(problem, q, k, v, tile, fault):
+    accumulate = np.float64 if problem.dtype == "float64" else np.float32
+    out, lse = np.zeros(problem.out_shape), np.full(problem.lse_shape, -np.inf)
+    seen = reference.visible(problem)
+    scale = problem.scale * (1.01 if fault == "scale" else 1)
+    if fault == "mask":
+        seen = np.roll(seen, 1, axis=1) | seen
+    if fault == "dropped key":
+        seen = seen.copy()
+        seen[:, problem.seqlen_k // 2] = False
+    for b, h in np.ndindex(problem.batch, problem.heads):
+        query, key, value = (x.astype(accumulate) for x in (q[b, :, h], k[b, :, h // problem.group], v[b, :, h // problem.group]))
+        top = np.full(problem.seqlen_q, -np.inf, accumulate)
+        total = np.zeros(problem.seqlen_q, accumulate)
+        sums = np.zeros((problem.seqlen_q, problem.head_dim_v), accumulate)
+        for j in range(0, problem.seqlen_k, tile):
+            keys = slice(j, j + tile)
+            source = slice(j - tile, j) if fault == "stale tile" and j == tile else keys
+            score = np.where(seen[:, keys], accumulate(scale) * (query @ key[source].T)[:, : seen[:, keys].shape[1]], -np.inf).astype(accumulate)
+            new = np.maximum(top, score.max(axis=1))
+            finite = np.where(new == -np.inf, 0, new)
+            weights = np.exp(score - finite[:, None])
+            rescale = np.ones_like(top) if fault == "no rescale" else np.exp(np.where(top == -np.inf, finite, top) - finite)
+            total = total * rescale + weights.sum(axis=1)
+            if problem.dtype in ("float16", "bfloat16"):
+                weights = rounded(weights, problem.dtype).astype(accumulate)
+            finite_part = np.where(np.isfinite(value[source]), value[source], 0)[: weights.shape[1]]
+            sums = sums * rescale[:, None] + weights @ (value[source] if fault == "nan leaks" else finite_part)
+            for column in np.flatnonzero(~np.isfinite(value[source]).all(axis=1)):  # select, never multiply by 0
+                sums[seen[:, j + column]] += np.where(np.isfinite(value[source][column]), 0, value[source][column])
+            top = new
+        rows = total != 0
+        out[b, :, h][rows] = sums[rows] / total[rows, None]
+        lse[b, h, rows] = top[rows] + np.log(total[rows])
+    if fault == "lse in base 2":
+        lse = lse * np.log2(np.e)
+    if fault == "swapped rows":
+        out[:, [0, 1]] = out[:, [1, 0]]
+    if fault == "wrong head":
+        out = np.roll(out, 1, axis=2)
+    return rounded(out, problem.dtype), lse
+
+
+FAULTS = ("scale", "mask", "dropped key", "stale tile", "no rescale", "lse in base 2", "swapped rows", "wrong head", "nan leaks")
+
+
+def faulty(dtype, fault):
+    """A case of moderate size that the fault cannot spare."""
+    return Case(
+        dtype=dtype,
+        seqlen_q=100,
+        seqlen_k=100,
+        heads=4,
+        kv_heads=2,
+        head_dim=64,
+        head_dim_v=64,
+        causal=fault == "mask",
+        window=(10, 10) if fault == "nan leaks" else None,
+        values="nan" if fault == "nan leaks" else "normal",
+        seed=2,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_caught(dtype, fault):
+    case = faulty(dtype, fault)
+    values = inputs(case)
+    known = expected(case.problem, *values)
+    accuracy = check_forward(case, *flash(case.problem, *values), known=known)
+    assert accuracy.out < 0.5 and accuracy.lse < 0.5, "the correct result passes with room to spare"
+    out, lse = flash(case.problem, *values, fault=fault)
+    with pytest.raises(AccuracyError):
+        check_forward(case, out, lse, known=known)
+    if fault != "lse in base 2":
+        with pytest.raises(AccuracyError, match="out"):
+            check_forward(case, out, known=known)
+    if fault not in ("swapped rows", "wrong head", "nan leaks"):
+        with pytest.raises(AccuracyError, match="lse"):
+            testing.compare(dataclasses.replace(known, out=out), out, lse)
+
+
+@settings(max_examples=60)
+@given(problems(dtypes=("float16", "bfloat16", "float32"), max_seqlen=100, work=2**13))
+def test_the_rule_lets_an_honest_kernel_pass(case):
+    values = inputs(case)
+    check_forward(case, *flash(case.problem, *values))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_unit_in_the_last_place_is_not_an_error_but_some_are(dtype):
+    case = Case(dtype=dtype, seqlen_q=8, seqlen_k=8)
+    known = expected(case.problem, *inputs(case))
+    bits = encode(known.out, dtype)
+    assert check_forward(case, decode(bits + 1, dtype), known=known).out <= 1
+    with pytest.raises(AccuracyError):
+        check_forward(case, decode(bits + {"float16": 40, "bfloat16": 40, "float32": 2000, "float64": 4000}[dtype], dtype), known=known)
+
+
+def test_rows_without_keys_are_exact():
+    case = Case(seqlen_q=3, seqlen_k=2, causal=True)
+    out, lse = reference.forward(case.problem, *inputs(case))
+    check_forward(case, out, lse)
+    for index, value in ((0, 1e-30), (0, np.nan)):
+        wrong = out.copy()
+        wrong[0, index] = value
+        with pytest.raises(AccuracyError, match=r"out\[b=0, i=0, h=0, d=0\] is .*, expected 0 with a tolerance of 0"):
+            check_forward(case, wrong, lse)
+    for value in (-1e30, np.nan, np.inf):
+        wrong = lse.copy()
+        wrong[0, 0, 0] = value
+        with pytest.raises(AccuracyError, match=r"lse\[b=0, h=0, i=0\] is .*, expected -inf"):
+            check_forward(case, out, wrong)
+
+
+def test_nan_must_stand_where_the_reference_has_it():
+    case = Case(seqlen_q=9, seqlen_k=9, causal=True, values="nan", seed=1)
+    out, lse = reference.forward(case.problem, *inputs(case))
+    at = np.argwhere(np.isnan(out))
+    assert 0 < len(at) < out.size
+    check_forward(case, out, lse)
+    with pytest.raises(AccuracyError, match="expected nan"):
+        check_forward(case, np.nan_to_num(out), lse)
+    out[tuple(np.argwhere(~np.isnan(out))[0])] = np.nan
+    with pytest.raises(AccuracyError, match="is nan, expected"):
+        check_forward(case, out, lse)
+
+
+def test_shapes_are_checked():
+    case = Case(seqlen_q=3, seqlen_k=2)
+    with pytest.raises(AccuracyError, match=r"out must have shape \(1, 3, 1, 64\); got \(1, 3, 64\)"):
+        check_forward(case, np.zeros((1, 3, 64)))
+
+
+# Cases
+
+
+@given(problems())
+def test_cases_survive_json_and_repr(case):
+    assert Case.from_json(case.to_json()) == case
+    assert eval(repr(case), {"Case": Case, "Placement": Placement}) == case
+    assert case.work <= 2**18
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("{", "not a case"),
+        ("[1]", "expected a JSON object, got list"),
+        ('{"length": 3}', "unknown fields length"),
+        ('{"dtype": "int8"}', "dtype must be one of .*; got 'int8'"),
+        ('{"q": {"stride": 3}}', "not a case: .*stride"),
+        ('{"q": 3}', "not a case"),
+        ('{"out": {"step": [0, 1, 1, 1]}}', "out and lse must not be broadcast"),
+    ],
+)
+def test_bad_json(text, message):
+    with pytest.raises(ValueError, match=message):
+        Case.from_json(text)
+
+
+@settings(max_examples=60)
+@given(problems(max_seqlen=50, work=2**12))
+def test_memory_is_laid_out_as_asked(case):
+    """Strides as the placement says, hidden values where nothing visible lies, and every element where it belongs."""
+    for name, memory in case.memory().items():
+        view, placement = memory.view(), getattr(case, name)
+        assert view.shape == getattr(case.problem, f"{name}_shape")
+        outside = memory.outside()
+        assert outside[: testing.cases.GUARD].all() and outside[-testing.cases.GUARD :].all()
+        distinct = [n for n, s in zip(view.shape, memory.strides, strict=True) if s]
+        assert (~outside).sum() == (0 if 0 in view.shape else np.prod(distinct))
+        if view.size:
+            for axis, step in enumerate(placement.step):
+                assert np.sign(memory.strides[axis]) == np.sign(step)
+            if not placement.step and not placement.order and not any(placement.pad):
+                assert view.flags.c_contiguous
+        if name in ("out", "lse"):
+            assert np.isnan(memory.decoded()).all()
+    again = case.memory()
+    assert all((again[name].bits == memory.bits).all() for name, memory in case.memory().items()), "the same bits every time"
+
+
+def test_placement_of_known_strides():
+    assert Placement().resolve((2, 3, 4, 5)) == (120, 0, (60, 20, 5, 1))
+    assert Placement(order=(0, 2, 1, 3)).resolve((2, 3, 4, 5)) == (120, 0, (60, 5, 15, 1))
+    assert Placement(step=(1, -1, 2, 0), offset=3).resolve((2, 3, 4, 5)) == (51, 3 + 16, (24, -8, 2, 0))
+    assert Placement(pad=(0, 0, 0, 3)).resolve((2, 3, 4, 5)) == (192, 0, (96, 32, 8, 1))
+    with pytest.raises(ValueError, match="does not fit an operand of 4 axes"):
+        Placement(order=(0, 1)).resolve((2, 3, 4, 5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_recipes_hold_what_they_say(dtype):
+    def case(**options):
+        return Case(dtype=dtype, seqlen_q=70, seqlen_k=90, head_dim=32, head_dim_v=32, **options)
+
+    results = {name: reference.forward(case().problem, *inputs(case(values=name))) for name in RECIPES if name != "nan"}
+    assert all(np.isfinite(out).all() and np.isfinite(lse).all() for out, lse in results.values())
+    assert results["negative"][1].max() < -300
+    assert np.abs(results["big"][1]).max() > 100
+    assert np.ptp(results["constant"][0], axis=1).max() < 1e-6
+    q, k, v = inputs(case(values="subnormal"))
+    smallest = {"float16": 2.0**-14, "bfloat16": 2.0**-126, "float32": 2.0**-126, "float64": 2.0**-1022}[dtype]
+    assert 0 < np.abs(v).max() < smallest
+    q, k, v = inputs(case(values="nan", seed=3))
+    assert np.isnan(v).any()
+    masked = case(hidden="nan", window=(2, 2))
+    q, k, v = inputs(masked)
+    assert np.isnan(k[:, 85:90]).sum() == 0 and np.isnan(k).any(), "the window is at the end of the keys: earlier ones are hidden"
+    assert np.isfinite(reference.forward(masked.problem, q, k, v)[0]).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits(dtype):
+    values = np.array([0.0, -0.0, 1.0, -2.5, 1 / 3, 65504.0, 2.0**-24, np.inf, -np.inf, np.nan, 3.3895e38])
+    again = decode(encode(values, dtype), dtype)
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+    with np.errstate(over="ignore"):
+        assert np.array_equal(again, values.astype(kind).astype(float), equal_nan=True)
+    assert np.isnan(decode(testing.SENTINEL[dtype] * np.ones(1, np.uint64), dtype)).all()
+
+
+# Running
+
+
+def own(fault=""):
+    """A kernel of the user's own."""
+
+    def kernel(q, k, v, scale, causal, window):
+        values = [np.asarray(testing.to_float64(x)) for x in (q, k, v)]
+        dtype = str(q.dtype).removeprefix("torch.")
+        problem = make_problem(q.shape, k.shape, v.shape, (dtype,) * 3, scale=scale, causal=causal, window=window)
+        return flash(problem, *values, fault=fault)
+
+    return kernel
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
+def test_own_kernels(library):
+    pytest.importorskip(library)
+    case = Case(dtype="float32", seqlen_q=40, seqlen_k=70, heads=2, causal=True, hidden="nan", q=Placement(order=(0, 2, 1, 3), step=(1, -2, 1, 1)))
+    accuracy = run_case(case, library=library, kernel=own())
+    assert isinstance(accuracy, Accuracy) and 0 < accuracy.out < 0.5
+    with pytest.raises(AccuracyError, match="lse|out"):
+        run_case(case, library=library, kernel=own("stale tile"))
+
+
+def test_stray_writes_are_caught():
+    case = Case(dtype="float32", seqlen_q=4, seqlen_k=4, k=Placement(pad=(0, 1, 0, 0)))
+
+    def writes_input(q, k, v, **options):
+        writable = np.ndarray(k.shape, k.dtype, k.base.base if k.base.base is not None else k.base, 256, k.strides)
+        writable[0, 0, 0, 0] += 1
+        return own()(q, k, v, **options)
+
+    with pytest.raises(WriteError, match="1 elements .* of k, which must stay as it is, were written"):
+        run_case(case, kernel=writes_input)
+
+
+def test_results_are_watched(monkeypatch):
+    """`numbaflash.forward` replaced by one that is wrong in what it writes."""
+    import numbaflash
+
+    case = Case(dtype="float32", seqlen_q=6, seqlen_k=6, head_dim=8, head_dim_v=8, heads=2, out=Placement(pad=(0, 0, 0, 4)))
+
+    def forward(change):
+        def run(q, k, v, *, out, lse, return_lse, **options):
+            good_out, good_lse = own()(q, k, v, **options)
+            out[...], lse[...] = good_out, good_lse
+            changed = change(out, lse)
+            return (out, lse) if changed is None else changed
+
+        return run
+
+    def widened(array):
+        return np.lib.stride_tricks.as_strided(array, (*array.shape[:-1], array.shape[-1] + 1), array.strides)
+
+    def past_the_row(out, lse):
+        widened(out)[0, 0, 0, -1] = 7
+
+    def forgotten(out, lse):
+        out.view(np.uint32)[0, 1, 1, 3] = testing.SENTINEL["float32"]
+
+    faults = {
+        "1 elements .* outside out .* were written": past_the_row,
+        r"out\[b=0, i=1, h=1, d=3\] is nan": forgotten,
+        "out returned must be the out handed in; got another ndarray": lambda out, lse: (out.copy(), lse),
+        "return_lse=True must decide whether lse is returned": lambda out, lse: out,
+    }
+    monkeypatch.setattr(numbaflash, "forward", forward(lambda out, lse: None))
+    run_case(case)
+    for message, change in faults.items():
+        monkeypatch.setattr(numbaflash, "forward", forward(change))
+        with pytest.raises(AssertionError, match=message):
+            run_case(case)
+
+
+def test_never_written_where_nan_is_right(monkeypatch):
+    """A kernel that skips elements whose right value is NaN passes the numbers, not the memory check."""
+    import numbaflash
+
+    case = Case(dtype="float32", seqlen_q=6, seqlen_k=6, head_dim=8, head_dim_v=8, values="nan")
+
+    def run(q, k, v, *, out, lse, return_lse, **options):
+        good_out, good_lse = own()(q, k, v, **options)
+        right = ~np.isnan(good_out)
+        out[right], lse[...] = good_out[right], good_lse
+        return out, lse
+
+    monkeypatch.setattr(numbaflash, "forward", run)
+    with pytest.raises(WriteError, match="of 48 elements of out were never written, the first at"):
+        run_case(case)
+
+
+def test_unknown_library():
+    with pytest.raises(ValueError, match="library must be one of numpy, .*; got 'tensorflow'"):
+        run_case(Case(), library="tensorflow")
+
+
+# Fuzzing
+
+
+def test_fuzz_finds_shrinks_and_replays(tmp_path):
+    """A kernel that drops a key is found, made small, and fails again from the file."""
+    failure, text = tmp_path / "failure.json", io.StringIO()
+    status = testing.fuzz(0.5, seed=3, library="numpy", kernel=own("dropped key"), max_seqlen=60, work=2**12, failure=failure, file=text)
+    assert status == 1, text.getvalue()
+    case, recorded = testing.load(failure)
+    assert recorded["error"].startswith("AccuracyError: ")
+    assert case.work <= 64 and case.batch == case.kv_heads == 1 and case.q == Placement(), "small, and plain"
+    assert f"numbaflash fuzz --replay {failure}" in text.getvalue() and repr(case) in text.getvalue()
+    assert not failure.with_name("failure.json.running").exists()
+    again = io.StringIO()
+    assert testing.replay(failure, kernel=own("dropped key"), file=again) == 1
+    assert "AccuracyError" in again.getvalue()
+    assert testing.replay(failure, kernel=own(), file=again) == 0
+    assert "passes: error / tolerance" in again.getvalue()
+
+
+def test_fuzz_passes_over_what_a_kernel_cannot_do(tmp_path):
+    def kernel(q, k, v, **options):
+        if q.dtype != np.float32:
+            raise UnsupportedError("float32 alone")
+        return own()(q, k, v, **options)
+
+    text = io.StringIO()
+    assert testing.fuzz(0.05, seed=1, library="numpy", kernel=kernel, work=2**10, failure=tmp_path / "f.json", file=text) == 0
+    assert "no case failed" in text.getvalue() and "unsupported" in text.getvalue() and "float32" in text.getvalue()
+    assert not list(tmp_path.iterdir())
+
+
+def test_fuzz_repeats_a_seed(tmp_path):
+    def cases(seed):
+        found = []
+
+        def kernel(q, k, v, **options):
+            found.append((q.shape, k.shape, str(q.dtype), options))
+            return own()(q, k, v, **options)
+
+        testing.fuzz(0.03, seed=seed, library="numpy", kernel=kernel, work=2**10, failure=tmp_path / "f.json", file=io.StringIO())
+        return found
+
+    runs = cases(5), cases(5), cases(6)
+    shared = min(map(len, runs))
+    first, second, other = (run[:shared] for run in runs)
+    assert shared > 2 and first == second != other
+
+
+def test_fuzz_survives_a_fault_that_does_not_repeat(tmp_path):
+    calls = []
+
+    def kernel(q, k, v, **options):
+        calls.append(q)
+        out, lse = own()(q, k, v, **options)
+        return out + (len(calls) == 30), lse
+
+    text, failure = io.StringIO(), tmp_path / "f.json"
+    status = testing.fuzz(1, seed=1, library="numpy", kernel=kernel, dtypes=("float32",), work=2**10, failure=failure, file=text)
+    assert status == 1 and failure.exists() and "case 30 fails" in text.getvalue()
+    assert testing.replay(failure, kernel=own(), file=io.StringIO()) == 0
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(minutes=0), "minutes must be positive; got 0"),
+        (dict(family="sm70"), "family must be one of .*; got 'sm70'"),
+        (dict(library="mxnet"), "library must be one of .*; got 'mxnet'"),
+        (dict(library="numba", dtypes=("bfloat16",)), "dtypes must hold one that numba has here; got bfloat16"),
+    ],
+)
+def test_fuzz_messages(options, message, monkeypatch):
+    monkeypatch.setattr(testing.fuzzing, "_device", lambda library, index: testing.fuzzing.CPU)
+    with pytest.raises(ValueError, match=message):
+        testing.fuzz(**({"minutes": 1} | options))
+
+
+def test_replay_messages(tmp_path):
+    path = tmp_path / "case.json"
+    with pytest.raises(FileNotFoundError):
+        testing.replay(path)
+    for text, message in (("{", "holds no case"), ("3", "expected a JSON object, got int"), ('{"case": {"x": 1}}', "unknown fields x")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            testing.replay(path)
+
+
+def test_import_is_light():
+    """Neither Hypothesis nor a framework comes with the package; without Hypothesis the error says what to install."""
+    code = (
+        "import sys; import numbaflash.testing as t; "
+        "assert not {'hypothesis', 'torch', 'jax', 'cupy'} & set(sys.modules), sorted(sys.modules); "
+        "sys.modules['hypothesis'] = None\n"
+        "try: t.problems\nexcept ImportError as e: print(e)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "numbaflash.testing needs Hypothesis here: pip install 'numbaflash[test]'"
