@@ -11,7 +11,7 @@ import numpy as np
 from ... import toolchain
 from ...dispatch import Device, Launch, Layout, Layouts, Plan
 from ...problem import ITEMSIZE, Problem, trim_keys
-from ..schedule import choose_section
+from ..sections import choose_section
 from .config import ELEMENTS, SharedMemory, forward_config, kv_blocks
 
 _BUILD = "numbaflash.kernels.sm90.forward:build"

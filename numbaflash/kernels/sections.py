@@ -1,0 +1,53 @@
+"""How many heads the schedule takes together, chosen on the host (nothing here imports numba.cuda, which loads the driver)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+MOST_SIMULATED = 1 << 22  # tile turns that the search below may look at: some 50 ms
+SLOWER_PAST_L2 = 1.08  # measured on an H200 for causal attention whose section's keys and values exceed the L2 cache
+
+
+@lru_cache(maxsize=512)
+def choose_section(costs: tuple[float, ...], columns: int, blocks: int, column_bytes: int, l2_bytes: int) -> int:
+    """How many heads a section has: the split whose longest block ends first, by simulation.
+
+    Parameters
+    ----------
+    costs : tuple of float
+        Cost of each q block of a head, first to last; equal costs need no sections.
+    columns : int
+        Heads over the batch.
+    blocks : int
+        Persistent blocks.
+    column_bytes, l2_bytes : int
+        Keys and values of a head, and what the L2 cache holds of them. A section that exceeds it costs more.
+    """
+    q_blocks = len(costs)
+    if columns == 0 or len(set(costs)) == 1 or q_blocks * columns <= blocks:
+        return 1 if len(set(costs)) == 1 else max(1, columns)
+    widest = min(columns, max(blocks, 1))
+    tries = max(1, min(widest, MOST_SIMULATED // (q_blocks * columns)))
+    candidates = {round(1 + i * (widest - 1) / max(1, tries - 1)) for i in range(tries)} | {columns}
+    if q_blocks * columns > MOST_SIMULATED:  # so many tiles balance anyway
+        return max(1, min(columns, l2_bytes // max(1, column_bytes)))
+
+    def duration(section):
+        slower = SLOWER_PAST_L2 if section * column_bytes > l2_bytes else 1.0
+        return slower * _longest_block(np.array(costs), columns, blocks, section)
+
+    return min(sorted(candidates), key=duration)
+
+
+def _longest_block(costs, columns, blocks, section):
+    """Summed cost of the block that has most to do, in the order of `schedule.order` and `schedule.snake`."""
+    whole, rest = divmod(columns, section)
+    last_to_first = costs[::-1]
+    sequence = np.concatenate([np.tile(np.repeat(last_to_first, section), whole), np.repeat(last_to_first, rest)])
+    turns = -(-len(sequence) // blocks)
+    table = np.zeros(turns * blocks)
+    table[: len(sequence)] = sequence
+    table = table.reshape(turns, blocks)
+    return (table[0::2].sum(axis=0) + table[1::2, ::-1].sum(axis=0)).max()
