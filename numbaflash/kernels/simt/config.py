@@ -216,9 +216,14 @@ def rows_in_vectors(layout: Layout, itemsize: int, vector: int) -> bool:
 
 def choose_config(problem: Problem, layouts: Layouts, device: Device, simulated: bool = False) -> Config:
     """The kernel of a problem; a pure function of its arguments."""
+    if simulated:
+        return config_of_tile(_SIMULATOR_TILE, problem, layouts, device, _SIMULATOR_WARP)
+    return config_of_tile(choose_tile(problem, device), problem, layouts, device)
+
+
+def config_of_tile(tile: Tile, problem: Problem, layouts: Layouts, device: Device, warp_size: int = 32) -> Config:
+    """The kernel of a problem with a given tile; warps of less than 32 are the simulator's."""
     compute = "float64" if problem.dtype == "float64" else "float32"
-    warp_size = _SIMULATOR_WARP if simulated else 32
-    tile = _SIMULATOR_TILE if simulated else choose_tile(problem, device)
     dim, dim_v = padded_dims(tile, compute, problem.head_dim, problem.head_dim_v, warp_size)
     itemsize, vector = ITEMSIZE[problem.dtype], 16 // ITEMSIZE[compute]
     return Config(
@@ -232,7 +237,7 @@ def choose_config(problem: Problem, layouts: Layouts, device: Device, simulated:
         columns=tile.columns,
         min_blocks=tile.min_blocks,
         vectors=all(rows_in_vectors(layout, itemsize, vector) for layout in (layouts.k, layouts.v)),
-        asynchronous=not simulated and itemsize == ITEMSIZE[compute] and device.capability >= (8, 0),
+        asynchronous=warp_size == 32 and itemsize == ITEMSIZE[compute] and device.capability >= (8, 0),
         bounded_left=problem.left is not None,
         bounded_right=problem.right is not None,
         write_lse=layouts.lse is not None,
