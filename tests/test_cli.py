@@ -9,12 +9,15 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import numbaflash as nf
 from numbaflash import cli, files
+
+ROOT = Path(__file__).resolve().parent.parent
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -363,12 +366,15 @@ def test_interrupt_is_one_line(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     assert running.stdout.readline().startswith("fuzz:")
     time.sleep(1)
     running.send_signal(signal.SIGINT)
     _, err = running.communicate(timeout=60)
-    assert running.returncode == 130 and err == "numbaflash: interrupted\n"
+    assert err == "numbaflash: interrupted\n"
+    # CPython ends by the signal itself, which a shell calls 130 too, when the interrupt came while a string was being exec'd
+    assert running.returncode in (130, -signal.SIGINT)
 
 
 def test_memory_that_cannot_be_had_is_one_line(capsys, monkeypatch, tmp_path, operands):
