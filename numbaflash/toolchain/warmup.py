@@ -84,7 +84,7 @@ def warmup(
     Parameters
     ----------
     examples : Problem or Plan, or several, optional
-        Exactly these problems: a `Plan` is what `numbaflash.explain` returns for arrays, and keeps its strides and its
+        Exactly these problems: ``numbaflash.explain(...).plan`` is the `Plan` of arrays, and keeps their strides and
         device. The option lists below are then not used.
     dtypes : sequence of str
     head_dims : sequence of int or (int, int)
@@ -123,7 +123,7 @@ def warmup(
         examples = [examples] if isinstance(examples, (Problem, Plan)) else list(examples)
         for example in examples:
             if not isinstance(example, (Problem, Plan)):
-                raise TypeError(f"examples must be Problem or Plan objects (numbaflash.explain returns a Plan); got {type(example).__name__}")
+                raise TypeError(f"examples must be Problem or Plan objects (numbaflash.explain(...).plan is one); got {type(example).__name__}")
         plans = [example for example in examples if isinstance(example, Plan)]
         plans += [_plan(example, on) for on in devices for example in examples if isinstance(example, Problem)]
     return warm_plans(plans, workers=workers, load=load)
