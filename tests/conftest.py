@@ -1,6 +1,7 @@
 """What the whole suite shares: Hypothesis profiles, and the kernel families that can run on this machine.
 
-``HYPOTHESIS_PROFILE=fuzz pytest`` searches at random instead of repeating the same examples.
+``HYPOTHESIS_PROFILE=fuzz pytest`` searches at random instead of repeating the same examples. Where Numba's CUDA simulator is active
+(``NUMBA_ENABLE_CUDASIM=1``), the one family is simt on CPU arrays, with small problems.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 from dataclasses import dataclass
 
 import hypothesis
+import numba
 import numpy as np
 import pytest
 
@@ -21,17 +23,22 @@ from numbaflash.testing.values import encode
 SHARED = {"deadline": None, "database": None, "suppress_health_check": list(hypothesis.HealthCheck), "print_blob": True}
 hypothesis.settings.register_profile("ci", derandomize=True, max_examples=40, **SHARED)
 hypothesis.settings.register_profile("fuzz", derandomize=False, max_examples=2000, **SHARED)
+hypothesis.settings.register_profile("simulator", derandomize=True, max_examples=6, **SHARED)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 NO_GPU = "no CUDA device"
 
 
+SIMULATOR = bool(numba.config.ENABLE_CUDASIM)
+
+
 @dataclass(frozen=True)
 class Target:
-    """A kernel family, and the array library through which the tests reach it."""
+    """A kernel family, and the array library through which the tests reach it; ``small`` where it is too slow for much."""
 
     family: str
     library: str
+    small: bool = False
 
     @property
     def device(self) -> dispatch.Device:
@@ -52,7 +59,8 @@ class Target:
 
     def problems(self, **options):
         """Hypothesis strategy of the cases that this family can compute."""
-        return testing.problems_for(self.family, self.device, **options)
+        bounds = {"max_seqlen": 24, "work": 2**9} if self.small else {}
+        return testing.problems_for(self.family, self.device, **(bounds | options))
 
     def run(self, case, **options) -> testing.Accuracy:
         return testing.run_case(case, self.family, self.library, **options)
@@ -108,6 +116,8 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(params=["cpu", *(pytest.param(name, marks=pytest.mark.gpu) for name in GPU_FAMILIES)], scope="session")
 def target(request) -> Target:
     """Every family that can run here, one after the other."""
+    if SIMULATOR:
+        return Target("simt", "numpy", small=True)
     if request.param == "cpu":
         return Target("cpu", "numpy")
     return _present(request.param)

@@ -9,7 +9,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import numbaflash
@@ -52,7 +52,8 @@ class Inputs:
 @st.composite
 def inputs(draw, target, *, grouped=True, min_seqlen=1, dims=(8, 64, 40, 128)):
     dtype = draw(st.sampled_from(target.dtypes))
-    seqlen_q, seqlen_k = draw(LENGTH), max(min_seqlen, draw(LENGTH))
+    lengths, dims = (st.integers(1, 20), (8,)) if target.small else (LENGTH, dims)
+    seqlen_q, seqlen_k = draw(lengths), max(min_seqlen, draw(lengths))
     kv_heads, group = draw(st.integers(1, 2)), draw(st.sampled_from((1, 2, 3))) if grouped else 1
     batch, dim, dim_v = draw(st.integers(1, 2)), draw(st.sampled_from(dims)), draw(st.sampled_from(dims))
     rng = np.random.default_rng(draw(st.integers(0, 999)))
@@ -307,7 +308,6 @@ def test_batch_entries_and_heads_are_apart(target, data):
         compare(dataclasses.replace(known, out=rest[0], lse=rest[1], out_tolerance=rest[2], lse_tolerance=rest[3]), out, lse)
 
 
-@settings(max_examples=20)
 @given(data=st.data())
 def test_values_are_taken_linearly(target, data):
     """attention(v) with v doubled is doubled, bit for bit: a power of two changes no rounding."""
@@ -335,5 +335,5 @@ def test_merge_of_nothing_seen(target):
 
 
 def test_merge_needs_parts():
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="outs must hold at least one partial result; got none"):
         numbaflash.merge([], [])
