@@ -122,8 +122,8 @@ def prepare(key, library: Library, arrays: dict, options: dict, with_lse: bool) 
         launch=launch,
         new_out=library.allocator(arrays["q"], problem.out_shape, problem.dtype),
         new_lse=library.allocator(arrays["q"], problem.lse_shape, problem.lse_dtype),
-        current_stream=library.current_stream(q.index) if on_gpu else int,
-        index=q.index if on_gpu else None,
+        current_stream=library.current_stream(q.index or 0) if on_gpu else int,
+        index=q.index or 0 if on_gpu else None,
         facts=facts,
         simple=launch is not None and not plan.copies,
         apart=_apart(facts) if any(name in facts for name in RESULTS) else None,
@@ -189,7 +189,7 @@ def describe(library: Library, arrays: dict, options: dict) -> tuple[dict[str, F
 
 
 def check_one_device(facts: dict[str, Facts]) -> None:
-    if len({(each.kind, each.index) for each in facts.values()}) > 1:
+    if len({(each.kind, each.index) for each in facts.values() if each.index is not None}) > 1:
         raise ValueError(f"all arrays must lie on one device; got {', '.join(f'{name} on {each.place}' for name, each in facts.items())}")
 
 
@@ -223,7 +223,7 @@ def device_of(facts: Facts) -> dispatch.Device:
         return dispatch.CPU
     from . import toolchain
 
-    return toolchain.device(facts.index)
+    return toolchain.device(facts.index or 0)
 
 
 def _layout(facts: Facts, itemsize: int) -> dispatch.Layout | None:

@@ -24,8 +24,8 @@ class Facts:
         "float16", "bfloat16", "float32" or "float64"; anything else is the library's own name, for the error message.
     kind : str
         "cpu" or "cuda".
-    index : int
-        CUDA device ordinal, 0 on the CPU.
+    index : int or None
+        CUDA device ordinal, 0 on the CPU; None for an array without memory whose library does not tell.
     readonly : bool
     """
 
@@ -34,7 +34,7 @@ class Facts:
     strides: tuple[int, ...]
     dtype: str
     kind: str = "cpu"
-    index: int = 0
+    index: int | None = 0
     readonly: bool = False
 
     @property

@@ -63,10 +63,11 @@ class Lender(Library):
         if on_device:
             if target is None:
                 target = next((b.stream for b in on_device if b.stream is not None), LEGACY_DEFAULT)
+            index = next((b.facts.index for b in on_device if b.facts.index is not None), 0)
             for ready in {b.stream for b in on_device} - {None, target}:
                 from .device import wait
 
-                wait(on_device[0].facts.index, target, ready)
+                wait(index, target, ready)
             stream = target
         return lent, stream
 
@@ -195,18 +196,12 @@ def _through_interface(x, name):
     dtype = _interface_dtype(x, told["typestr"], name)
     strides = told.get("strides")
     strides = contiguous_strides(shape, ITEMSIZE.get(dtype, 1)) if strides is None else tuple(strides)
-    return Borrowed(Facts(address, shape, strides, dtype, "cuda", _device_index(x, address), bool(readonly)), told.get("stream"), x)
+    index = None
+    if address:  # the protocol does not tell the device, but the driver knows whose memory it is
+        from .. import toolchain
 
-
-def _device_index(x, address: int) -> int:
-    """The protocol does not tell the device: the driver knows whose memory it is, unless the array has no element."""
-    if address:
-        from ..toolchain import device_of_address
-
-        return device_of_address(address)
-    device = getattr(x, "device", None)
-    told = getattr(device, "index", getattr(device, "id", device))
-    return told if isinstance(told, int) else 0
+        index = toolchain.device_of_address(address)
+    return Borrowed(Facts(address, shape, strides, dtype, "cuda", index, bool(readonly)), told.get("stream"), x)
 
 
 def _interface_dtype(x, typestr, name) -> str:
@@ -246,7 +241,7 @@ class Memory(Library):
             return lambda stream: np.empty(shape, dtype)
         from .device import empty
 
-        index = like.facts.index
+        index = like.facts.index or 0
         return lambda stream: empty(index, shape, dtype, stream)
 
     def contiguous(self, x, stream):
