@@ -1,4 +1,4 @@
-"""Disk cache of PTX.
+"""Disk cache of compiled kernels: PTX, and the object code of the CPU family in base64.
 
 One file an entry in ``NUMBAFLASH_CACHE_DIR``, else ``$XDG_CACHE_HOME/numbaflash``, else ``~/.cache/numbaflash``. The key
 is a sha256 of everything that PTX depends on: the sources of the package's kernels, the compiler's versions, the
