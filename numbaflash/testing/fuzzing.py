@@ -13,13 +13,14 @@ from pathlib import Path
 
 from ..dispatch import CPU, FAMILIES
 from ..problem import DTYPES
+from . import ahead
 from .cases import Case, Placement
 from .libraries import LIBRARIES, gpu_libraries, numpy_dtype
 from .runner import run_case
 
 REPORT_SECONDS = 5.0
 SHRINK_SECONDS = 60.0
-ROUND = 1000  # cases drawn with one Hypothesis seed
+ROUND = 200  # cases drawn with one Hypothesis seed, their GPU kernels built together
 
 
 def fuzz(
@@ -82,7 +83,7 @@ def fuzz(
     seed = random.SystemRandom().randrange(2**32) if seed is None else seed
     search = _Search(minutes, family, library, kernel, device, failure, file or sys.stdout)
     try:
-        search.run(_strategy(library, family if kernel is None else None, where, dtypes, head_dims, max_seqlen, work), seed)
+        search.run(_strategy(library, family if kernel is None else None, where, dtypes, head_dims, max_seqlen, work), seed, where)
     finally:
         search.running.unlink(missing_ok=True)
     return search.finish()
@@ -198,25 +199,17 @@ class _Search:
         self.error: Exception | None = None
         self.fatal = False
 
-    def run(self, strategy, seed):
+    def run(self, strategy, seed, where):
         import hypothesis as hy
 
-        settings = hy.settings(
-            max_examples=ROUND,
-            database=None,
-            deadline=None,
-            derandomize=False,
-            phases=(hy.Phase.generate, hy.Phase.shrink),
-            suppress_health_check=list(hy.HealthCheck),
-            report_multiple_bugs=False,
-            verbosity=hy.Verbosity.quiet,
-        )
         self._print(f"fuzz: {self.family or 'any family'}, {self.library}, seed {seed}")
         number = seed
         while not self._over():
+            if where.kind == "cuda" and self.kernel is None:
+                ahead.build(ahead.draw(strategy, number, ROUND), where, self.family, self.library)
 
             @hy.seed(number)
-            @settings
+            @hy.settings(ahead.search_settings(), max_examples=ROUND)
             @hy.given(strategy)
             def search(case):
                 self(case)

@@ -37,8 +37,7 @@ class Operands:
     def __init__(self, case: Case, library: str = "numpy", device: int = 0):
         if library not in LIBRARIES:
             raise ValueError(f"library must be one of {', '.join(LIBRARIES)}; got {library!r}")
-        if library not in NEGATIVE_STRIDES:
-            case = _forwards(case)
+        case = laid_out(case, library)
         self.library = library
         self.memory = case.memory()
         self.arrays = {}
@@ -70,7 +69,10 @@ def make(memory: Memory, library: str, device: int = 0):
     return _MAKERS[library](memory, device)
 
 
-def _forwards(case: Case) -> Case:
+def laid_out(case: Case, library: str) -> Case:
+    """The case with layouts that the library can have."""
+    if library in NEGATIVE_STRIDES:
+        return case
     return replace(case, **{name: getattr(case, name).without_negative() for name in OPERANDS})
 
 

@@ -1,0 +1,78 @@
+"""Build the kernels of many cases in parallel before they run: on a GPU, compiling takes far longer than a case."""
+
+from __future__ import annotations
+
+from ..arrays import Facts
+from ..call import plan_call
+from ..dispatch import OPERANDS, Device, Plan, use_family
+from ..problem import ITEMSIZE, UnsupportedError
+from .cases import GUARD, Case
+from .libraries import laid_out
+
+
+def plan_of(case: Case, device: Device, family: str | None = None, library: str = "torch-cuda") -> Plan:
+    """The plan that `run_case` will use, without any array.
+
+    Raises
+    ------
+    UnsupportedError
+        When no kernel (of the family) can compute the case.
+    """
+    case, problem, facts = laid_out(case, library), case.problem, {}
+    given = OPERANDS if case.give_out else "qkv"
+    for name in given:
+        dtype, shape = problem.lse_dtype if name == "lse" else case.dtype, getattr(problem, f"{name}_shape")
+        if name != "lse" or case.return_lse:
+            _, first, strides = getattr(case, name).resolve(shape)
+            itemsize = ITEMSIZE[dtype]
+            facts[name] = Facts((GUARD + first) * itemsize, shape, tuple(s * itemsize for s in strides), dtype, device.kind, device.index)
+    with use_family(family):
+        return plan_call(problem, facts, case.return_lse, device)
+
+
+def build(cases, device: Device, family: str | None = None, library: str = "torch-cuda") -> None:
+    """Build the kernels of these cases. What cannot be built is left for the case itself to report."""
+    from ..toolchain.warmup import WarmupError, warm_plans
+
+    plans = []
+    for case in cases:
+        if not case.problem.is_empty:
+            try:
+                plans.append(plan_of(case, device, family, library))
+            except UnsupportedError:
+                continue
+    try:
+        warm_plans(plans)
+    except WarmupError:
+        return
+
+
+def draw(strategy, seed: int, number: int) -> list[Case]:
+    """The cases that a Hypothesis test over this strategy is going to get, when it has this seed and this number of examples."""
+    import hypothesis as hy
+
+    cases = []
+
+    @hy.seed(seed)
+    @hy.settings(search_settings(), max_examples=number, phases=(hy.Phase.generate,))
+    @hy.given(strategy)
+    def note(case):
+        cases.append(case)
+
+    note()
+    return cases
+
+
+def search_settings():
+    """Hypothesis settings under which nothing but the seed decides."""
+    import hypothesis as hy
+
+    return hy.settings(
+        database=None,
+        deadline=None,
+        derandomize=False,
+        phases=(hy.Phase.generate, hy.Phase.shrink),
+        suppress_health_check=list(hy.HealthCheck),
+        report_multiple_bugs=False,
+        verbosity=hy.Verbosity.quiet,
+    )
