@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 from . import target
-from .vector import Vector, broadcast, element_type, pointer
+from .vector import Simd, Vector, broadcast, element_type, jit, pointer, words
 
 COMPUTE = {"float16": types.float32, "bfloat16": types.float32, "float32": types.float32, "float64": types.float64}
 """Type that elements of a dtype are computed in."""
@@ -136,3 +137,38 @@ def elements(dtype, lanes=None):
         return types.void(types.int64, number), codegen
 
     return load, store
+
+
+@functools.cache
+def packing(dtype, lanes):
+    """Build ``pack(source, row_stride, column_stride, n_rows, n_columns, target, target_rows, target_columns)``.
+
+    It copies a matrix of ``dtype`` to contiguous rows of ``target_columns`` numbers of the compute type. What is added
+    on the right of a row, and as rows below, is 0.
+    """
+    itemsize, stored_size = COMPUTE[dtype].bitwidth // 8, ITEMSIZE[dtype]
+    store = Simd(COMPUTE[dtype], lanes).store
+    load_element, _ = elements(dtype)
+    load_elements, _ = elements(dtype, lanes)
+    _, store_number = words(COMPUTE[dtype])
+    zero = np.float64(0) if COMPUTE[dtype] == types.float64 else np.float32(0)
+
+    @jit
+    def pack(source, row_stride, column_stride, n_rows, n_columns, target, target_rows, target_columns):
+        for row in range(n_rows):
+            start, place = source + row * row_stride, target + row * target_columns * itemsize
+            column = 0
+            if column_stride == stored_size:
+                while column + lanes <= n_columns:
+                    store(place + column * itemsize, load_elements(start + column * stored_size))
+                    column += lanes
+            while column < n_columns:
+                store_number(place + column * itemsize, load_element(start + column * column_stride))
+                column += 1
+            while column < target_columns:
+                store_number(place + column * itemsize, zero)
+                column += 1
+        for i in range(n_rows * target_columns, target_rows * target_columns):
+            store_number(target + i * itemsize, zero)
+
+    return pack

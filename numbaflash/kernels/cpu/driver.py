@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import prange, types
 from numba.extending import intrinsic
 
-CACHE_LINE = 64
+from .arguments import CACHE_LINE
+from .vector import jit, pointer
+
+
+@intrinsic
+def next_item(typingctx, counter):
+    """Take a number from a counter that threads share."""
+
+    def codegen(context, builder, sig, args):
+        word = ir.IntType(64)
+        return builder.atomic_rmw("add", pointer(builder, args[0], word), word(1), "monotonic")
+
+    return types.int64(types.int64), codegen
 
 
 @intrinsic
@@ -24,13 +36,13 @@ def _call(typingctx, function, args, q, k, v, out, lse, work, partial, counter, 
     return types.void(*[types.int64] * 11), codegen
 
 
-@njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
+@jit
 def _aligned(memory):
     """Address of the first cache line in an array of bytes."""
     return (np.int64(memory.ctypes.data) + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
 
 
-@njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
+@jit
 def _call_thread(function, thread, args, q, k, v, out, lse, workspace, partial, counters, merging):
     # Arrays come here as arrays, not as addresses, so that Numba keeps them alive through the call.
     _call(
@@ -54,9 +66,9 @@ def run(function, args, q, k, v, out, lse, threads):
     Parameters
     ----------
     function : int
-        Address of the compiled `numbaflash.kernels.cpu.forward.build`.
+        Address of the compiled ``thread`` of `numbaflash.kernels.cpu.forward.build`.
     args : ndarray
-        One record of `numbaflash.kernels.cpu.forward.ARGUMENTS`.
+        One record of `numbaflash.kernels.cpu.arguments.ARGUMENTS`.
     q, k, v, out, lse : int
         Addresses.
     threads : int

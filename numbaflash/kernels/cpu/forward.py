@@ -14,99 +14,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import numpy as np
-from llvmlite import ir
-from numba import carray, from_dtype, njit, types
-from numba.extending import intrinsic
+from numba import types
 
-from .config import CpuConfig, Kernel, round_up
-from .convert import COMPUTE, ITEMSIZE, elements
+from .arguments import arguments_at, band, part_of_keys, place_of, row_address
+from .config import Kernel
+from .convert import COMPUTE, ITEMSIZE, elements, packing
+from .driver import next_item
 from .exp2 import exp2
 from .microkernel import tile_product
 from .transpose import transposing
-from .vector import Simd, any_lane, fma, maximum, pointer, select
-
-INT64_FIELDS = (
-    *("batch", "seqlen_q", "seqlen_k", "kv_heads", "group", "head_dim", "head_dim_v", "offset", "left", "right"),
-    *("q_tile", "kv_tile", "splits", "q_blocks", "items", "value_columns"),
-    *(f"{operand}_{axis}" for operand in ("q", "k", "v", "out") for axis in ("batch", "row", "head", "dim")),
-    *("lse_batch", "lse_head", "lse_row"),
-    *("at_queries", "at_output", "at_keys", "at_values", "at_scores", "at_m", "at_l", "at_alpha", "at_first", "at_last", "at_ranges", "at_addresses", "workspace", "partial"),
-)
-ARGUMENTS = np.dtype([("score_scale", np.float64), *((name, np.int64) for name in INT64_FIELDS)])
-"""What a launch tells the kernel beside addresses: sizes, tiles, strides and workspace places, the latter in bytes."""
-
-UNBOUNDED = 2**40
-CACHE_LINE = 64
-
-
-def arguments(problem, layouts, config: CpuConfig) -> np.ndarray:
-    """The prepared arguments of a launch, an array of one record."""
-    kernel = config.kernel
-    result = np.zeros(1, ARGUMENTS)
-    args = result[0]
-    for name in ("batch", "seqlen_q", "seqlen_k", "kv_heads", "group", "head_dim", "head_dim_v", "offset"):
-        args[name] = getattr(problem, name)
-    args["left"] = UNBOUNDED if problem.left is None else problem.left
-    args["right"] = UNBOUNDED if problem.right is None else problem.right
-    args["score_scale"] = problem.scale * np.log2(np.e)
-    args["q_tile"], args["kv_tile"], args["splits"] = config.q_tile, config.kv_tile, config.splits
-    args["q_blocks"] = -(-problem.seqlen_q * problem.group // config.q_tile)
-    args["items"] = args["q_blocks"] * problem.batch * problem.kv_heads * config.splits
-    columns = args["value_columns"] = round_up(problem.head_dim_v, kernel.rows)
-    for operand in ("q", "k", "v", "out"):
-        for axis, stride in zip(("batch", "row", "head", "dim"), getattr(layouts, operand).strides, strict=True):
-            args[f"{operand}_{axis}"] = stride
-    if layouts.lse is not None:
-        args["lse_batch"], args["lse_head"], args["lse_row"] = layouts.lse.strides
-    itemsize = COMPUTE[problem.dtype].bitwidth // 8
-    end = 0
-    for name, size in (
-        ("queries", config.q_tile * problem.head_dim * itemsize),
-        ("keys", config.kv_tile * problem.head_dim * itemsize),
-        ("scores", config.kv_tile * kernel.panel * itemsize),
-        ("values", config.kv_tile * int(columns) * itemsize),
-        ("output", config.q_tile * int(columns) * itemsize),
-        ("m", config.q_tile * itemsize),
-        ("l", config.q_tile * itemsize),
-        ("alpha", kernel.panel * itemsize),
-        ("first", config.q_tile * 4),
-        ("last", config.q_tile * 4),
-        ("ranges", config.q_tile // kernel.panel * 4 * 8),
-        ("addresses", kernel.panel * 8),
-    ):
-        args[f"at_{name}"] = end
-        end += round_up(size, CACHE_LINE)
-    args["workspace"] = end
-    args["partial"] = round_up(config.q_tile * (int(columns) + 2) * itemsize, CACHE_LINE)
-    return result
-
-
-def pointer_to(dtype):
-    """Intrinsic that makes a typed pointer, for `numba.carray`, of an address."""
-
-    @intrinsic
-    def as_pointer(typingctx, address):
-        def codegen(context, builder, sig, args):
-            return builder.inttoptr(args[0], context.get_value_type(sig.return_type))
-
-        return types.CPointer(dtype)(types.int64), codegen
-
-    return as_pointer
-
-
-as_pointer_to_int32, as_pointer_to_int64 = pointer_to(types.int32), pointer_to(types.int64)
-as_pointer_to_arguments = pointer_to(from_dtype(ARGUMENTS))
-
-
-@intrinsic
-def next_item(typingctx, counter):
-    """Take a number from a counter that threads share."""
-
-    def codegen(context, builder, sig, args):
-        place = pointer(builder, args[0], ir.IntType(64))
-        return builder.atomic_rmw("add", place, ir.Constant(ir.IntType(64), 1), "monotonic")
-
-    return types.int64(types.int64), codegen
+from .vector import Simd, any_lane, fma, jit, maximum, select, words
 
 
 def build(kernel: Kernel):
@@ -115,74 +32,52 @@ def build(kernel: Kernel):
     Returns
     -------
     namespace
-        ``run`` is the entry: ``run(args, q, k, v, out, lse, threads)`` with `ARGUMENTS` and addresses. The others are
-        its steps.
+        ``thread(args, q, k, v, out, lse, work, partial, counter, merging)`` is the entry, called on each thread; all are
+        addresses, but for the flag ``merging``. The others are its steps.
     """
-    compute = COMPUTE[kernel.dtype]
-    itemsize, stored_size = compute.bitwidth // 8, ITEMSIZE[kernel.dtype]
-    lanes, rows, panel, vectors = kernel.lanes, kernel.rows, kernel.panel, kernel.vectors
-    vector_bytes, panel_bytes = lanes * itemsize, kernel.panel * itemsize
-    simd, index_simd = Simd(compute, lanes), Simd(types.int32, lanes)
-    load, store, splat = simd.load, simd.store, simd.splat
-    load_number, store_number = elements("float64" if compute == types.float64 else "float32")
-    load_element, store_element = elements(kernel.dtype)
-    load_elements, _ = elements(kernel.dtype, lanes)
-    load_rows, store_rows = transposing(kernel.dtype, lanes)
-    lse_dtype = "float64" if compute == types.float64 else "float32"
-    _, store_lse = elements(lse_dtype)
-    load_index, splat_index = index_simd.load, index_simd.splat
-    product, accumulate = tile_product(compute, rows, vectors, lanes)
+    dtype, lanes, rows, vectors, panel = kernel.dtype, kernel.lanes, kernel.rows, kernel.vectors, kernel.panel
+    compute = COMPUTE[dtype]
     number = np.float64 if compute == types.float64 else np.float32
-    minus_inf = number(-np.inf)
-    zero, one, largest = number(0), number(1), number(np.finfo(number).max)
+    itemsize, stored_size = compute.bitwidth // 8, ITEMSIZE[dtype]
+    vector_bytes, panel_bytes = lanes * itemsize, panel * itemsize
+    simd, indices = Simd(compute, lanes), Simd(types.int32, lanes)
+    load, store, splat = simd.load, simd.store, simd.splat
+    load_index, splat_index = indices.load, indices.splat
+    load_int64, store_int64 = words(types.int64)
+    _, store_int32 = words(types.int32)
+    load_number, store_number = words(compute)
+    load_element, store_element = elements(dtype)
+    load_rows, store_rows = transposing(dtype, lanes)
+    product, accumulate = tile_product(str(compute), rows, vectors, lanes)
+    pack = packing(dtype, lanes)
+    zero, one, minus_inf, largest = number(0), number(1), number(-np.inf), number(np.finfo(number).max)
     ln2 = float(np.log(2))
-    jit = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
-    # -- packing
-
-    @jit
-    def pack(source, row_stride, column_stride, n_rows, n_columns, target, target_columns):
-        """Rows of keys or values, converted, each ``target_columns`` long; columns beyond ``n_columns`` are 0."""
-        for row in range(n_rows):
-            start, end = source + row * row_stride, target + row * target_columns * itemsize
-            column = 0
-            if column_stride == stored_size:
-                while column + lanes <= n_columns:
-                    store(end + column * itemsize, load_elements(start + column * stored_size))
-                    column += lanes
-            while column < n_columns:
-                store_number(end + column * itemsize, load_element(start + column * column_stride))
-                column += 1
-            while column < target_columns:
-                store_number(end + column * itemsize, zero)
-                column += 1
+    # A tile of queries
 
     @jit
     def list_rows(args, operand, row_stride, head_stride, first_row, addresses):
         """Addresses of the rows of a panel. Lanes past the last row repeat it: they compute and store the same again."""
-        n_rows = args.seqlen_q * args.group
+        last_row = args.seqlen_q * args.group - 1
         for lane in range(panel):
-            row = min(first_row + lane, n_rows - 1)
-            query = row // args.group
-            addresses[lane] = operand + query * row_stride + (row - query * args.group) * head_stride
+            store_int64(addresses + lane * 8, row_address(args, operand, row_stride, head_stride, min(first_row + lane, last_row)))
 
     @jit
-    def list_bands(args, first_row, first, last):
-        """Keys that each row of a panel sees, from ``first[lane]`` until before ``last[lane]``.
-
-        Returns (first key that some row sees, one past the last, first key that all rows see, one past the last).
-        """
+    def list_bands(args, first_row, first, last, ranges):
+        """Keys that each row of a panel sees, and into ``ranges`` those that some row sees and those that all rows see."""
         some_first, some_last, all_first, all_last = args.seqlen_k, 0, 0, args.seqlen_k
-        n_rows = args.seqlen_q * args.group
+        last_row = args.seqlen_q * args.group - 1
         for lane in range(panel):
-            place = min(first_row + lane, n_rows - 1) // args.group + args.offset
-            lo = max(0, place - args.left)
-            hi = max(lo, min(args.seqlen_k, place + args.right + 1))
-            first[lane], last[lane] = lo, hi
+            lo, hi = band(args, min(first_row + lane, last_row))
+            store_int32(first + lane * 4, lo)
+            store_int32(last + lane * 4, hi)
             if lo < hi:
                 some_first, some_last = min(some_first, lo), max(some_last, hi)
             all_first, all_last = max(all_first, lo), min(all_last, hi)
-        return some_first, some_last, all_first, all_last
+        store_int64(ranges, some_first)
+        store_int64(ranges + 8, some_last)
+        store_int64(ranges + 16, all_first)
+        store_int64(ranges + 24, all_last)
 
     @jit
     def pack_queries(args, addresses, queries):
@@ -193,12 +88,12 @@ def build(kernel: Kernel):
         if args.q_dim == stored_size:
             while d + lanes <= args.head_dim:
                 for w in range(vectors):
-                    rows_of_lanes = np.int64(addresses.ctypes.data) + w * lanes * 8
-                    load_rows(rows_of_lanes, d * stored_size, factor, remainder, queries + d * panel_bytes + w * vector_bytes, panel_bytes)
+                    target = queries + d * panel_bytes + w * vector_bytes
+                    load_rows(addresses + w * lanes * 8, d * stored_size, factor, remainder, target, panel_bytes)
                 d += lanes
         while d < args.head_dim:
             for lane in range(panel):
-                scaled = np.float64(load_element(addresses[lane] + d * args.q_dim)) * args.score_scale
+                scaled = np.float64(load_element(load_int64(addresses + lane * 8) + d * args.q_dim)) * args.score_scale
                 store_number(queries + d * panel_bytes + lane * itemsize, number(scaled))
             d += 1
 
@@ -211,7 +106,7 @@ def build(kernel: Kernel):
         for i in range(vectors * args.value_columns):
             store(output + i * vector_bytes, splat(zero))
 
-    # -- the steps of one key block and one panel of queries
+    # The steps of one key block and one panel of queries
 
     @jit
     def compute_scores(args, keys, queries, scores, begin, end):
@@ -221,10 +116,10 @@ def build(kernel: Kernel):
             product(keys + key * row_bytes, row_bytes, itemsize, queries, panel_bytes, scores + key * panel_bytes, panel_bytes, args.head_dim)
 
     @jit
-    def mask_scores(scores, first_key, begin, end, first, last):
+    def mask_scores(scores, block, begin, end, first, last):
         """Scores of keys that a row does not see become -inf."""
         for key in range(begin, end):
-            at = splat_index(np.int32(first_key + key))
+            at = splat_index(np.int32(block + key))
             for w in range(vectors):
                 place = scores + key * panel_bytes + w * vector_bytes
                 seen = (load_index(first + w * lanes * 4) <= at) & (at < load_index(last + w * lanes * 4))
@@ -260,22 +155,14 @@ def build(kernel: Kernel):
     def weigh_values(args, values, scores, output, alpha, begin, n_keys):
         """O = alpha O + V P, transposed."""
         row_bytes = args.value_columns * itemsize
+        values, scores = values + begin * row_bytes, scores + begin * panel_bytes
         for column in range(0, args.value_columns, rows):
-            accumulate(
-                values + begin * row_bytes + column * itemsize,
-                itemsize,
-                row_bytes,
-                scores + begin * panel_bytes,
-                panel_bytes,
-                output + column * panel_bytes,
-                panel_bytes,
-                n_keys,
-                alpha,
-            )
+            target = output + column * panel_bytes
+            accumulate(values + column * itemsize, itemsize, row_bytes, scores, panel_bytes, target, panel_bytes, n_keys, alpha)
 
     @jit
     def all_finite(values, n):
-        """Whether none of n numbers (a multiple of 4) is NaN or infinite."""
+        """Whether none of n numbers is NaN or infinite."""
         i = 0
         while i + lanes <= n:
             x = load(values + i * itemsize)
@@ -283,85 +170,84 @@ def build(kernel: Kernel):
                 return False
             i += lanes
         while i < n:
-            x = load_number(values + i * itemsize)
-            if not abs(x) <= largest:
+            if not abs(load_number(values + i * itemsize)) <= largest:
                 return False
             i += 1
         return True
 
     @jit
-    def weigh_seen_values(args, values, scores, output, alpha, begin, end, first_key, first, last):
-        """`weigh_values` where a value may be NaN or infinite in a row that only some queries see: the others keep out."""
+    def weigh_seen_values(args, values, scores, output, alpha, block, begin, end, first, last):
+        """`weigh_values` where a row that only some queries see has NaN or infinity: the other queries keep out of it."""
         for column in range(args.value_columns):
             for w in range(vectors):
                 place = output + column * panel_bytes + w * vector_bytes
                 lo, hi = load_index(first + w * lanes * 4), load_index(last + w * lanes * 4)
                 total = load(place) * load(alpha + w * vector_bytes)
                 for key in range(begin, end):
-                    at = splat_index(np.int32(first_key + key))
+                    at = splat_index(np.int32(block + key))
                     value = splat(load_number(values + (key * args.value_columns + column) * itemsize))
                     probability = load(scores + key * panel_bytes + w * vector_bytes)
                     total = select((lo <= at) & (at < hi), fma(value, probability, total), total)
                 store(place, total)
 
-    # -- a work item
+    # A work item
 
     @jit
     def attend(args, q, k, v, item, work):
-        """Algorithm 1 for one tile of queries and (a part of) their keys; m, l and O are left in the workspace."""
+        """Algorithm 1 for a tile of queries and (a part of) their keys; leaves m, l and O in the workspace."""
         batch, kv_head, first_row, split = place_of(args, item)
-        keys, values, scores, alpha = work + args.at_keys, work + args.at_values, work + args.at_scores, work + args.at_alpha
-        first = carray(as_pointer_to_int32(work + args.at_first), args.q_tile)
-        last = carray(as_pointer_to_int32(work + args.at_last), args.q_tile)
-        ranges = carray(as_pointer_to_int64(work + args.at_ranges), (args.q_tile // panel, 4))
-        addresses = carray(as_pointer_to_int64(work + args.at_addresses), panel)
-        n_panels = panels_of(args, first_row)
         q_head = q + batch * args.q_batch + kv_head * args.group * args.q_head
+        n_panels = panels_of(args, first_row)
         tile_first, tile_last = args.seqlen_k, 0
         for p in range(n_panels):
-            list_rows(args, q_head, args.q_row, args.q_head, first_row + p * panel, addresses)
+            row, ranges, addresses = first_row + p * panel, work + args.at_ranges + p * 32, work + args.at_addresses
+            list_rows(args, q_head, args.q_row, args.q_head, row, addresses)
             pack_queries(args, addresses, work + args.at_queries + p * args.head_dim * panel_bytes)
-            ranges[p] = list_bands(args, first_row + p * panel, first[p * panel :], last[p * panel :])
-            tile_first, tile_last = min(tile_first, ranges[p, 0]), max(tile_last, ranges[p, 1])
-            clear_state(
-                args, work + args.at_m + p * panel_bytes, work + args.at_l + p * panel_bytes, work + args.at_output + p * args.value_columns * panel_bytes
-            )
-        if args.splits > 1:
-            part = -(-(-(-(tile_last - tile_first) // args.splits)) // args.kv_tile) * args.kv_tile
-            tile_first, tile_last = tile_first + split * part, min(tile_last, tile_first + (split + 1) * part)
-
+            list_bands(args, row, work + args.at_first + p * panel * 4, work + args.at_last + p * panel * 4, ranges)
+            tile_first, tile_last = min(tile_first, load_int64(ranges)), max(tile_last, load_int64(ranges + 8))
+            output = work + args.at_output + p * args.value_columns * panel_bytes
+            clear_state(args, work + args.at_m + p * panel_bytes, work + args.at_l + p * panel_bytes, output)
+        tile_first, tile_last = part_of_keys(args, tile_first, tile_last, split)
+        keys, values = work + args.at_keys, work + args.at_values
         for block in range(tile_first, tile_last, args.kv_tile):
             n_keys = min(args.kv_tile, tile_last - block)
             k_block = k + batch * args.k_batch + block * args.k_row + kv_head * args.k_head
             v_block = v + batch * args.v_batch + block * args.v_row + kv_head * args.v_head
-            pack(k_block, args.k_row, args.k_dim, n_keys, args.head_dim, keys, args.head_dim)
-            pack(v_block, args.v_row, args.v_dim, n_keys, args.head_dim_v, values, args.value_columns)
-            for i in range(n_keys * args.head_dim, -(-n_keys // rows) * rows * args.head_dim):
-                store_number(keys + i * itemsize, zero)  # the register tile is filled up with keys that nobody sees
+            padded = (n_keys + rows - 1) // rows * rows  # the register tile is filled up with keys that nobody sees
+            pack(k_block, args.k_row, args.k_dim, n_keys, args.head_dim, keys, padded, args.head_dim)
+            pack(v_block, args.v_row, args.v_dim, n_keys, args.head_dim_v, values, n_keys, args.value_columns)
             for p in range(n_panels):
-                begin = max(0, ranges[p, 0] - block) // rows * rows
-                n_seen = min(n_keys, ranges[p, 1] - block)
-                if begin >= n_seen:
-                    continue
-                end = -(-n_seen // rows) * rows
-                queries = work + args.at_queries + p * args.head_dim * panel_bytes
-                output = work + args.at_output + p * args.value_columns * panel_bytes
-                m, l = work + args.at_m + p * panel_bytes, work + args.at_l + p * panel_bytes
-                panel_first, panel_last = work + args.at_first + p * panel * 4, work + args.at_last + p * panel * 4
+                attend_block(args, work, p, block, n_keys)
 
-                compute_scores(args, keys, queries, scores, begin, end)
-                border_left = max(begin, min(end, ranges[p, 2] - block))  # keys before it and from border_right on are
-                border_right = max(border_left, min(end, min(n_keys, ranges[p, 3] - block)))  # not seen by every row
-                mask_scores(scores, block, begin, border_left, panel_first, panel_last)
-                mask_scores(scores, block, border_right, end, panel_first, panel_last)
-                update_softmax(scores, begin, end, m, l, alpha)
-                row_bytes = args.value_columns * itemsize
-                if all_finite(values + begin * row_bytes, (border_left - begin) * args.value_columns) and all_finite(
-                    values + border_right * row_bytes, (n_seen - border_right) * args.value_columns
-                ):
-                    weigh_values(args, values, scores, output, alpha, begin, n_seen - begin)
-                else:
-                    weigh_seen_values(args, values, scores, output, alpha, begin, n_seen, block, panel_first, panel_last)
+    @jit
+    def attend_block(args, work, p, block, n_keys):
+        """One key block and one panel of queries."""
+        ranges = work + args.at_ranges + p * 32
+        begin = max(0, load_int64(ranges) - block) // rows * rows
+        n_seen = min(n_keys, load_int64(ranges + 8) - block)
+        if begin >= n_seen:
+            return
+        end = (n_seen + rows - 1) // rows * rows
+        all_first, all_last = load_int64(ranges + 16) - block, load_int64(ranges + 24) - block
+        full_begin = max(begin, min(n_seen, all_first))  # keys before it and from full_end on are masked: some rows do
+        full_end = max(full_begin, min(n_seen, all_last))  # not see them
+        keys, values, scores, alpha = work + args.at_keys, work + args.at_values, work + args.at_scores, work + args.at_alpha
+        queries = work + args.at_queries + p * args.head_dim * panel_bytes
+        output = work + args.at_output + p * args.value_columns * panel_bytes
+        m, l = work + args.at_m + p * panel_bytes, work + args.at_l + p * panel_bytes
+        first, last = work + args.at_first + p * panel * 4, work + args.at_last + p * panel * 4
+
+        compute_scores(args, keys, queries, scores, begin, end)
+        mask_scores(scores, block, begin, full_begin, first, last)
+        mask_scores(scores, block, full_end, end, first, last)
+        update_softmax(scores, begin, end, m, l, alpha)
+        row_bytes = args.value_columns * itemsize
+        if all_finite(values + begin * row_bytes, (full_begin - begin) * args.value_columns) and all_finite(
+            values + full_end * row_bytes, (n_seen - full_end) * args.value_columns
+        ):
+            weigh_values(args, values, scores, output, alpha, begin, n_seen - begin)
+        else:
+            weigh_seen_values(args, values, scores, output, alpha, block, begin, n_seen, first, last)
 
     @jit
     def panels_of(args, first_row):
@@ -369,56 +255,44 @@ def build(kernel: Kernel):
         return (min(args.q_tile, args.seqlen_q * args.group - first_row) + panel - 1) // panel
 
     @jit
-    def place_of(args, item):
-        """(batch, key/value head, first row, part of the keys) of a work item.
-
-        Tiles of one row block go together, the last rows first where a right bound makes them the longest.
-        """
-        item, split = item // args.splits, item % args.splits
-        item, kv_head = item // args.kv_heads, item % args.kv_heads
-        block, batch = item // args.batch, item % args.batch
-        if args.right != UNBOUNDED:
-            block = args.q_blocks - 1 - block
-        return batch, kv_head, block * args.q_tile, split
-
-    @jit
-    def finish(args, out, lse, item, output, m, l, addresses_place):
+    def finish(args, out, lse, item, output, m, l, addresses):
         """out = O / l and lse = m + log2(l), in natural units, transposed back to rows. Overwrites l."""
         batch, kv_head, first_row, _ = place_of(args, item)
-        addresses = carray(as_pointer_to_int64(addresses_place), panel)
         head = kv_head * args.group
         for p in range(panels_of(args, first_row)):
-            panel_m, panel_l, panel_output = m + p * panel_bytes, l + p * panel_bytes, output + p * args.value_columns * panel_bytes
+            row, panel_m, panel_l = first_row + p * panel, m + p * panel_bytes, l + p * panel_bytes
             if lse != 0:
-                list_rows(args, lse + batch * args.lse_batch + head * args.lse_head, args.lse_row, args.lse_head, first_row + p * panel, addresses)
+                list_rows(args, lse + batch * args.lse_batch + head * args.lse_head, args.lse_row, args.lse_head, row, addresses)
                 for lane in range(panel):
-                    total = np.float64(load_number(panel_l + lane * itemsize))
-                    top = np.float64(load_number(panel_m + lane * itemsize))
-                    store_lse(addresses[lane], number(-np.inf if total == 0 else top * ln2 + np.log(total)))
-            for lane in range(panel):
-                total = load_number(panel_l + lane * itemsize)
-                store_number(panel_l + lane * itemsize, one if total == zero else one / total)
-            list_rows(args, out + batch * args.out_batch + head * args.out_head, args.out_row, args.out_head, first_row + p * panel, addresses)
+                    total, top = np.float64(load_number(panel_l + lane * itemsize)), np.float64(load_number(panel_m + lane * itemsize))
+                    store_number(load_int64(addresses + lane * 8), number(-np.inf if total == 0 else top * ln2 + np.log(total)))
+            for w in range(vectors):
+                total = load(panel_l + w * vector_bytes)
+                store(panel_l + w * vector_bytes, splat(one) / select(total == splat(zero), splat(one), total))
+            list_rows(args, out + batch * args.out_batch + head * args.out_head, args.out_row, args.out_head, row, addresses)
+            panel_output = output + p * args.value_columns * panel_bytes
             d = 0
             if args.out_dim == stored_size:
                 while d + lanes <= args.head_dim_v:
                     for w in range(vectors):
                         source = panel_output + d * panel_bytes + w * vector_bytes
-                        store_rows(source, panel_bytes, panel_l + w * vector_bytes, addresses_place + w * lanes * 8, d * stored_size)
+                        store_rows(source, panel_bytes, panel_l + w * vector_bytes, addresses + w * lanes * 8, d * stored_size)
                     d += lanes
             while d < args.head_dim_v:
                 for lane in range(panel):
                     value = load_number(panel_output + d * panel_bytes + lane * itemsize) * load_number(panel_l + lane * itemsize)
-                    store_element(addresses[lane] + d * args.out_dim, value)
+                    store_element(load_int64(addresses + lane * 8) + d * args.out_dim, value)
                 d += 1
+
+    # Parts of the keys, each a work item
 
     @jit
     def keep_part(args, work, part):
-        """Put m, l and O of a part of the keys away."""
-        bytes_of_output = args.q_tile * args.value_columns * itemsize
-        copy(work + args.at_output, part, bytes_of_output)
-        copy(work + args.at_m, part + bytes_of_output, args.q_tile * itemsize)
-        copy(work + args.at_l, part + bytes_of_output + args.q_tile * itemsize, args.q_tile * itemsize)
+        """Put O, m and l of a part of the keys away."""
+        row_bytes = args.q_tile * itemsize
+        copy(work + args.at_output, part, row_bytes * args.value_columns)
+        copy(work + args.at_m, part + row_bytes * args.value_columns, row_bytes)
+        copy(work + args.at_l, part + row_bytes * (args.value_columns + 1), row_bytes)
 
     @jit
     def copy(source, target, n_bytes):
@@ -427,46 +301,41 @@ def build(kernel: Kernel):
 
     @jit
     def merge_parts(args, parts):
-        """Merge the splits of a tile into the first one: the block merge of the online softmax."""
-        bytes_of_output = args.q_tile * args.value_columns * itemsize
-        bytes_of_rows = args.q_tile * itemsize
+        """Merge the parts of a tile into the first one: the block merge of the online softmax."""
+        row_bytes = args.q_tile * itemsize
         for p in range(args.q_tile // panel):
             for w in range(vectors):
-                at_m = parts + bytes_of_output + p * panel_bytes + w * vector_bytes
-                at_l = at_m + bytes_of_rows
                 at_output = parts + p * args.value_columns * panel_bytes + w * vector_bytes
+                at_m = parts + row_bytes * args.value_columns + p * panel_bytes + w * vector_bytes
+                at_l = at_m + row_bytes
                 m = load(at_m)
                 for split in range(1, args.splits):
                     m = maximum(load(at_m + split * args.partial), m)
                 top = select(m == splat(minus_inf), splat(zero), m)
-                factor = exp2(load(at_m) - top)
-                l = load(at_l) * factor
-                for column in range(args.value_columns):
-                    store(at_output + column * panel_bytes, load(at_output + column * panel_bytes) * factor)
-                for split in range(1, args.splits):
+                l = splat(zero)
+                for split in range(args.splits):
                     part = split * args.partial
                     factor = exp2(load(at_m + part) - top)
                     l = fma(load(at_l + part), factor, l)
                     for column in range(args.value_columns):
                         place = at_output + column * panel_bytes
-                        store(place, fma(load(place + part), factor, load(place)))
+                        scaled = load(place + part) * factor
+                        store(place, scaled if split == 0 else load(place) + scaled)
                 store(at_m, m)
                 store(at_l, l)
 
-    # -- a thread
-
     def thread(args_address, q, k, v, out, lse, work, partial, counter, merging):
-        """What a thread does: take work items until there are none; in a second round, merge their parts."""
-        args = carray(as_pointer_to_arguments(args_address), 1)[0]
+        """Take work items until there are none; in a second round, merge their parts."""
+        args = arguments_at(args_address)
         item = next_item(counter)
         if merging:
-            item *= args.splits
-            bytes_of_output = args.q_tile * args.value_columns * itemsize
-            while item < args.items:
-                part = partial + item * args.partial
-                merge_parts(args, part)
-                finish(args, out, lse, item, part, part + bytes_of_output, part + bytes_of_output + args.q_tile * itemsize, work + args.at_addresses)
-                item = next_item(counter) * args.splits
+            row_bytes = args.q_tile * itemsize
+            while item * args.splits < args.items:
+                parts = partial + item * args.splits * args.partial
+                merge_parts(args, parts)
+                m = parts + row_bytes * args.value_columns
+                finish(args, out, lse, item * args.splits, parts, m, m + row_bytes, work + args.at_addresses)
+                item = next_item(counter)
         else:
             while item < args.items:
                 attend(args, q, k, v, item, work)
@@ -480,8 +349,8 @@ def build(kernel: Kernel):
         thread=thread,
         pack=pack,
         pack_queries=pack_queries,
+        list_rows=list_rows,
         compute_scores=compute_scores,
-        mask_scores=mask_scores,
         update_softmax=update_softmax,
         weigh_values=weigh_values,
         all_finite=all_finite,

@@ -11,9 +11,11 @@ import numba
 from numba import types
 from numba.core.ccallback import CFunc
 
-from . import cache, driver
+from . import cache, decode, driver, forward
+from .arguments import ARGUMENTS, arguments
 from .config import Kernel
-from .forward import ARGUMENTS, arguments, build
+
+BUILD = {"panels": forward.build, "rows": decode.build}
 
 _compiling = threading.Lock()
 _launching = threading.Lock()
@@ -38,7 +40,7 @@ def available_threads() -> int:
 def _compile_kernel(kernel: Kernel) -> CFunc:
     """The compiled thread function; it is called by its `.address`."""
     signature = (types.int64,) * 10, types.void
-    function = CFunc(build(kernel).thread, signature, {}, {"nopython": True, "error_model": "numpy"})
+    function = CFunc(BUILD[kernel.form](kernel).thread, signature, {}, {"nopython": True, "error_model": "numpy"})
     function._cache = cache.KernelCache(repr(kernel))
     function.compile()
     return function

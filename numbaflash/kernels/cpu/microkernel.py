@@ -1,12 +1,14 @@
-"""The matrix product at the heart of both halves of attention, on one register tile.
+"""The matrix products at the heart of both halves of attention, on register tiles.
 
-``c[r, :] = sum over k of a[r, k] * b[k, :]`` for ``rows`` rows and ``vectors * lanes`` columns. The sums stay in
-``rows * vectors`` registers; a step of k loads one row of ``b`` as vectors and multiplies it by one broadcast number of
-each row of ``a``. Scores (a = keys, b = queries transposed) and the weighted sum of values (a = values transposed, b =
-probabilities) are the same product with other strides.
+`tile_product`: ``c[r, :] = sum over k of a[r, k] * b[k, :]`` for ``rows`` rows and ``vectors * lanes`` columns. The sums
+stay in ``rows * vectors`` registers; a step of k loads one row of ``b`` as vectors and multiplies it by one broadcast
+number of each row of ``a``. Scores (a = keys, b = queries transposed) and the weighted sum of values (a = values
+transposed, b = probabilities) are the same product with other strides.
 
-With 32 vector registers a tile of 8 x 3 takes 24 for the sums, 3 for ``b`` and 1 for ``a``, and asks for 11 loads in
-the 12 cycles that two FMA units need for its 24 multiply-adds, half of what two load units can do.
+A tile of 8 x 2 asks for 10 loads in the 8 cycles that two FMA units need for its 16 multiply-adds; its 16 sums cover the
+4 cycles of latency of both units twice.
+
+`dot_products`: as many keys as a vector has lanes, each times one query, the head dim in the lanes.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .vector import broadcast, element_type, emit_fma, pointer
+from .convert import COMPUTE, ITEMSIZE, emit_widen, stored_type
+from .vector import Vector, broadcast, element_type, emit_fma, pointer
 
-INT64 = ir.IntType(64)
+INT32, INT64 = ir.IntType(32), ir.IntType(64)
+BYTES = ir.IntType(8).as_pointer()
 
 
 @functools.cache
@@ -28,8 +32,8 @@ def tile_product(dtype, rows, vectors, lanes):
 
     Parameters
     ----------
-    dtype : numba type
-        float32 or float64.
+    dtype : str
+        Of ``b``; the others are of its compute type.
     rows, vectors, lanes : int
         Shape of the tile: ``rows`` by ``vectors * lanes``.
 
@@ -42,14 +46,14 @@ def tile_product(dtype, rows, vectors, lanes):
 
     Addresses and strides are int64, in bytes. Nothing need be aligned beyond an element. With n = 0 the product is 0.
     """
-    element = element_type(dtype)
-    vector = ir.VectorType(element, lanes)
-    itemsize = dtype.bitwidth // 8
+    element = element_type(COMPUTE[dtype])
+    vector, stored = ir.VectorType(element, lanes), ir.VectorType(stored_type(dtype), lanes)
+    itemsize = COMPUTE[dtype].bitwidth // 8
     columns = range(vectors)
 
     def multiply(builder, a, row_stride, k_stride, b, b_stride, n):
         """The loop over k; returns the sums as rows of vectors."""
-        a, b = (builder.inttoptr(address, ir.IntType(8).as_pointer()) for address in (a, b))
+        a, b = builder.inttoptr(a, BYTES), builder.inttoptr(b, BYTES)
         row_offsets = [builder.mul(row_stride, INT64(r)) for r in range(rows)]
         entry = builder.basic_block
         loop, done = builder.append_basic_block("k_loop"), builder.append_basic_block("k_done")
@@ -60,32 +64,31 @@ def tile_product(dtype, rows, vectors, lanes):
         k = builder.phi(INT64, "k")
         k.add_incoming(INT64(0), entry)
         sums = [[builder.phi(vector) for _ in columns] for _ in range(rows)]
-        b_offset, a_offset = builder.mul(k, b_stride), builder.mul(k, k_stride)
-        b_row = builder.gep(b, [b_offset])
-        b_vectors = [builder.load(pointer(builder, b_row, vector, w * lanes * itemsize), align=itemsize) for w in columns]
+        a_offset, b_row = builder.mul(k, k_stride), builder.gep(b, [builder.mul(k, b_stride)])
+        b_vectors = []
+        for w in columns:
+            place = pointer(builder, b_row, stored, w * lanes * ITEMSIZE[dtype])
+            b_vectors.append(emit_widen(builder, builder.load(place, align=1), dtype))
         added = []
         for r in range(rows):
-            a_k = builder.gep(builder.gep(a, [row_offsets[r]]), [a_offset])
-            factor = broadcast(builder, builder.load(pointer(builder, a_k, element), align=itemsize), lanes)
+            place = pointer(builder, builder.gep(builder.gep(a, [row_offsets[r]]), [a_offset]), element)
+            factor = broadcast(builder, builder.load(place, align=itemsize), lanes)
             added.append([emit_fma(builder, factor, b_vectors[w], sums[r][w]) for w in columns])
         following = builder.add(k, INT64(1))
         k.add_incoming(following, loop)
-        for r in range(rows):
-            for w in columns:
-                sums[r][w].add_incoming(zero, entry)
-                sums[r][w].add_incoming(added[r][w], loop)
         builder.cbranch(builder.icmp_signed("<", following, n), loop, done)
 
         builder.position_at_end(done)
         result = [[builder.phi(vector) for _ in columns] for _ in range(rows)]
         for r in range(rows):
             for w in columns:
-                result[r][w].add_incoming(zero, entry)
-                result[r][w].add_incoming(added[r][w], loop)
+                for phi in (sums[r][w], result[r][w]):
+                    phi.add_incoming(zero, entry)
+                    phi.add_incoming(added[r][w], loop)
         return result
 
     def row_pointers(builder, c, c_stride, r):
-        c_row = builder.gep(builder.inttoptr(c, ir.IntType(8).as_pointer()), [builder.mul(c_stride, INT64(r))])
+        c_row = builder.gep(builder.inttoptr(c, BYTES), [builder.mul(c_stride, INT64(r))])
         return [pointer(builder, c_row, vector, w * lanes * itemsize) for w in columns]
 
     @intrinsic
@@ -115,3 +118,74 @@ def tile_product(dtype, rows, vectors, lanes):
         return types.void(*[types.int64] * 9), codegen
 
     return overwrite, accumulate
+
+
+@functools.cache
+def dot_products(dtype, lanes):
+    """Build the product of ``lanes`` keys with one query.
+
+    Parameters
+    ----------
+    dtype : str
+        Of the keys; the query is of its compute type.
+    lanes : int
+        A power of two.
+
+    Returns
+    -------
+    intrinsic
+        ``dots(keys, key_stride, first, last, query, n)``: the vector of the products of keys ``first``, ``first + 1``, ...
+        with the query, over n vectors of the head dim; past key ``last``, of that key again.
+    """
+    compute = COMPUTE[dtype]
+    vector, stored = ir.VectorType(element_type(compute), lanes), ir.VectorType(stored_type(dtype), lanes)
+    itemsize = compute.bitwidth // 8
+
+    @intrinsic
+    def dots(typingctx, keys, key_stride, first, last, query, n):
+        def codegen(context, builder, sig, args):
+            keys, key_stride, first, last, query, n = args
+            places = []
+            for lane in range(lanes):
+                key = builder.add(first, INT64(lane))
+                key = builder.select(builder.icmp_signed("<", key, last), key, last)
+                places.append(builder.gep(builder.inttoptr(keys, BYTES), [builder.mul(key, key_stride)]))
+            query = builder.inttoptr(query, BYTES)
+            entry, loop, done = builder.basic_block, builder.append_basic_block("d_loop"), builder.append_basic_block("d_done")
+            builder.branch(loop)
+            builder.position_at_end(loop)
+            i = builder.phi(INT64)
+            i.add_incoming(INT64(0), entry)
+            sums = [builder.phi(vector) for _ in places]
+            q = builder.load(pointer(builder, query, vector, builder.mul(i, INT64(lanes * itemsize))), align=itemsize)
+            added = []
+            for place, total in zip(places, sums, strict=True):
+                key = builder.load(pointer(builder, place, stored, builder.mul(i, INT64(lanes * ITEMSIZE[dtype]))), align=1)
+                added.append(emit_fma(builder, emit_widen(builder, key, dtype), q, total))
+                total.add_incoming(ir.Constant(vector, None), entry)
+                total.add_incoming(added[-1], loop)
+            following = builder.add(i, INT64(1))
+            i.add_incoming(following, loop)
+            builder.cbranch(builder.icmp_signed("<", following, n), loop, done)
+            builder.position_at_end(done)
+            return emit_sums(builder, added)
+
+        return Vector(compute, lanes)(*[types.int64] * 6), codegen
+
+    return dots
+
+
+def emit_sums(builder, vectors):
+    """The sum of each of as many vectors as a vector has lanes, as one vector: pairs are folded into halves."""
+    lanes = len(vectors)
+    step = 1
+    while len(vectors) > 1:
+        even = [j if not j & step else lanes + j - step for j in range(lanes)]
+        odd = [j + step if not j & step else lanes + j for j in range(lanes)]
+        folded = []
+        for a, b in zip(vectors[::2], vectors[1::2], strict=True):
+            halves = [builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(INT32, lanes), [INT32(j) for j in half])) for half in (even, odd)]
+            folded.append(builder.fadd(*halves))
+        vectors = folded
+        step *= 2
+    return vectors[0]

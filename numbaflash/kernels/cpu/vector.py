@@ -21,7 +21,7 @@ import functools
 import operator
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model
@@ -29,6 +29,9 @@ from numba.extending import intrinsic, lower_builtin, models, register_model
 from . import target
 
 INT32 = ir.IntType(32)
+
+jit = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+"""For functions that only compiled code calls."""
 
 
 class Vector(types.Type):
@@ -123,6 +126,7 @@ def _comparison(operation, symbol):
 _arithmetic(operator.add, "fadd", "add")
 _arithmetic(operator.sub, "fsub", "sub")
 _arithmetic(operator.mul, "fmul", "mul")
+_arithmetic(operator.truediv, "fdiv", None)
 _arithmetic(operator.and_, None, "and_")
 _comparison(operator.lt, "<")
 _comparison(operator.le, "<=")
@@ -167,8 +171,37 @@ def any_lane(typingctx, mask):
         return types.boolean(mask), codegen
 
 
+def _fold(builder, x, combine):
+    """Combine all lanes (a power of two of them) into each lane."""
+    lanes = x.type.count
+    step = lanes // 2
+    while step:
+        mask = ir.Constant(ir.VectorType(INT32, lanes), [INT32((j + step) % lanes) for j in range(lanes)])
+        x = combine(x, builder.shuffle_vector(x, ir.Constant(x.type, ir.Undefined), mask))
+        step //= 2
+    return builder.extract_element(x, INT32(0))
+
+
+@intrinsic
+def add_lanes(typingctx, x):
+    """The sum of the lanes."""
+    if isinstance(x, Vector):
+        return x.dtype(x), lambda context, builder, sig, args: _fold(builder, args[0], builder.fadd)
+
+
+@intrinsic
+def max_lane(typingctx, x):
+    """The largest lane; none may be NaN."""
+    if isinstance(x, Vector):
+
+        def codegen(context, builder, sig, args):
+            return _fold(builder, args[0], lambda a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
+
+        return x.dtype(x), codegen
+
+
 class Simd:
-    """Operations on vectors of one type: ``load(address)``, ``store(address, vector)``, ``splat(scalar)``.
+    """Operations on vectors of one type: ``load(address)``, ``store(address, vector)``, ``splat(scalar)``, ``lane_numbers()``.
 
     Loads and stores need no alignment beyond that of an element; aligned addresses are as fast as if it were promised.
 
@@ -207,6 +240,33 @@ def _simd(dtype, lanes):
     def splat(typingctx, scalar):
         return vector(dtype), lambda context, builder, sig, args: broadcast(builder, args[0], lanes)
 
+    @intrinsic
+    def lane_numbers(typingctx):
+        def codegen(context, builder, sig, args):
+            return ir.Constant(llvm_type(vector), [element_type(dtype)(lane) for lane in range(lanes)])
+
+        return vector(), codegen
+
     self.dtype, self.lanes, self.vector, self.bytes = dtype, lanes, vector, lanes * itemsize
-    self.load, self.store, self.splat = load, store, splat
+    self.load, self.store, self.splat, self.lane_numbers = load, store, splat, lane_numbers
     return self
+
+
+@functools.cache
+def words(dtype):
+    """``load(address)`` and ``store(address, value)`` of one number, aligned to its size."""
+    itemsize = dtype.bitwidth // 8
+
+    @intrinsic
+    def load(typingctx, address):
+        return dtype(types.int64), lambda context, builder, sig, args: builder.load(pointer(builder, args[0], element_type(dtype)), align=itemsize)
+
+    @intrinsic
+    def store(typingctx, address, value):
+        def codegen(context, builder, sig, args):
+            builder.store(args[1], pointer(builder, args[0], element_type(dtype)), align=itemsize)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, dtype), codegen
+
+    return load, store

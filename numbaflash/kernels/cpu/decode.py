@@ -1,0 +1,233 @@
+"""The forward pass for few queries, as in decoding: Algorithm 1 with the head dim in the lanes.
+
+With a query a lane (`forward`), most lanes would stay empty. Here keys and values are read where they lie, once, as fast
+as memory gives them: as many keys as a vector has lanes are multiplied with a query, each into a vector of its own, and
+these are summed across lanes together; then a row of V is a few vectors that a probability is broadcast to.
+
+Everything is in units of log2(e): p = 2**(s - m). Rows are named as in `forward`.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+from numba import types
+
+from .arguments import arguments_at, band, part_of_keys, place_of, row_address
+from .config import Kernel
+from .convert import COMPUTE, ITEMSIZE, elements, packing
+from .driver import next_item
+from .exp2 import exp2
+from .microkernel import dot_products, tile_product
+from .vector import Simd, add_lanes, jit, max_lane, maximum, select, words
+
+
+def build(kernel: Kernel):
+    """Numba functions of the forward pass for few queries; see `numbaflash.kernels.cpu.forward.build`."""
+    dtype, lanes, vectors = kernel.dtype, kernel.lanes, kernel.vectors
+    compute = COMPUTE[dtype]
+    number = np.float64 if compute == types.float64 else np.float32
+    itemsize, stored_size = compute.bitwidth // 8, ITEMSIZE[dtype]
+    vector_bytes = lanes * itemsize
+    simd = Simd(compute, lanes)
+    load, store, splat = simd.load, simd.store, simd.splat
+    splat_index, lane_numbers = Simd(types.int32, lanes).splat, Simd(types.int32, lanes).lane_numbers
+    load_number, store_number = words(compute)
+    load_int32, store_int32 = words(types.int32)
+    load_element, store_element = elements(dtype)
+    _, store_elements = elements(dtype, lanes)
+    pack = packing(dtype, lanes)
+    dots_in_place, dots_packed = dot_products(dtype, lanes), dot_products(str(compute), lanes)
+    (_, weigh_in_place), (_, weigh_packed) = tile_product(dtype, 1, vectors, lanes), tile_product(str(compute), 1, vectors, lanes)
+    (_, weigh_one_in_place), (_, weigh_one_packed) = tile_product(dtype, 1, 1, lanes), tile_product(str(compute), 1, 1, lanes)
+    zero, one, minus_inf = number(0), number(1), number(-np.inf)
+    ln2 = float(np.log(2))
+
+    @jit
+    def load_row(args, source, query):
+        """A query in units of log2(e), filled up with zeros."""
+        for d in range(args.head_dim):
+            store_number(query + d * itemsize, number(np.float64(load_element(source + d * args.q_dim)) * args.score_scale))
+        for d in range(args.head_dim, args.key_columns):
+            store_number(query + d * itemsize, zero)
+
+    @jit
+    def compute_scores(keys, key_stride, in_place, n_vectors, n_keys, query, scores, begin, end):
+        """S = q K for keys begin to end of the block, begin rounded down to whole vectors; keys outside become -inf."""
+        top = splat(minus_inf)
+        for key in range(begin // lanes * lanes, end, lanes):
+            if in_place:
+                score = dots_in_place(keys, key_stride, key, n_keys - 1, query, n_vectors)
+            else:
+                score = dots_packed(keys, key_stride, key, n_keys - 1, query, n_vectors)
+            if key < begin or end < key + lanes:
+                at = splat_index(np.int32(key)) + lane_numbers()
+                seen = (splat_index(np.int32(begin)) <= at) & (at < splat_index(np.int32(end)))
+                score = select(seen, score, splat(minus_inf))
+            store(scores + key * itemsize, score)
+            top = maximum(score, top)
+        return max_lane(top)
+
+    @jit
+    def update_softmax(scores, begin, end, block_top, m, l, alpha):
+        """The online softmax: scores become probabilities, m and l take them in, alpha is what the past shrinks by."""
+        m_old = load_number(m)
+        m_new = max(m_old, block_top)
+        top = splat(zero if m_new == minus_inf else m_new)
+        shrink = exp2(splat(m_old) - top)
+        block_sum = splat(zero)
+        for key in range(begin // lanes * lanes, end, lanes):
+            probability = exp2(load(scores + key * itemsize) - top)
+            store(scores + key * itemsize, probability)
+            block_sum = block_sum + probability
+        for w in range(vectors):
+            store(alpha + w * vector_bytes, shrink)
+        store_number(m, m_new)
+        store_number(l, load_number(l) * load_number(alpha) + add_lanes(block_sum))
+
+    @jit
+    def weigh_values(values, row_stride, in_place, n_vectors, scores, output, alpha, begin, end):
+        """O = alpha O + p V."""
+        element = stored_size if in_place else itemsize
+        values, scores, n = values + begin * row_stride, scores + begin * itemsize, end - begin
+        w = 0
+        while w < n_vectors:
+            source, target = values + w * lanes * element, output + w * vector_bytes
+            if w + vectors <= n_vectors:
+                if in_place:
+                    weigh_in_place(scores, 0, itemsize, source, row_stride, target, 0, n, alpha)
+                else:
+                    weigh_packed(scores, 0, itemsize, source, row_stride, target, 0, n, alpha)
+                w += vectors
+            else:
+                if in_place:
+                    weigh_one_in_place(scores, 0, itemsize, source, row_stride, target, 0, n, alpha)
+                else:
+                    weigh_one_packed(scores, 0, itemsize, source, row_stride, target, 0, n, alpha)
+                w += 1
+
+    @jit
+    def attend(args, q, k, v, item, work):
+        """Algorithm 1 for the rows of a key/value head and (a part of) their keys; leaves m, l and O in the workspace."""
+        batch, kv_head, first_row, split = place_of(args, item)
+        n_rows = rows_of(args, first_row)
+        q_head = q + batch * args.q_batch + kv_head * args.group * args.q_head
+        tile_first, tile_last = args.seqlen_k, 0
+        for r in range(n_rows):
+            load_row(args, row_address(args, q_head, args.q_row, args.q_head, first_row + r), work + args.at_queries + r * args.key_columns * itemsize)
+            lo, hi = band(args, first_row + r)
+            store_int32(work + args.at_first + r * 4, lo)
+            store_int32(work + args.at_last + r * 4, hi)
+            if lo < hi:
+                tile_first, tile_last = min(tile_first, lo), max(tile_last, hi)
+            store_number(work + args.at_m + r * itemsize, minus_inf)
+            store_number(work + args.at_l + r * itemsize, zero)
+        for i in range(0, n_rows * args.value_columns, lanes):
+            store(work + args.at_output + i * itemsize, splat(zero))
+        tile_first, tile_last = part_of_keys(args, tile_first, tile_last, split)
+        scores, alpha = work + args.at_scores, work + args.at_alpha
+        keys_in_place = args.k_dim == stored_size and args.key_columns == args.head_dim
+        values_in_place = args.v_dim == stored_size and args.value_columns == args.head_dim_v
+        for block in range(tile_first, tile_last, args.kv_tile):
+            n_keys = min(args.kv_tile, tile_last - block)
+            keys, key_stride = k + batch * args.k_batch + block * args.k_row + kv_head * args.k_head, args.k_row
+            values, value_stride = v + batch * args.v_batch + block * args.v_row + kv_head * args.v_head, args.v_row
+            if not keys_in_place:
+                pack(keys, args.k_row, args.k_dim, n_keys, args.head_dim, work + args.at_keys, n_keys, args.key_columns)
+                keys, key_stride = work + args.at_keys, args.key_columns * itemsize
+            if not values_in_place:
+                pack(values, args.v_row, args.v_dim, n_keys, args.head_dim_v, work + args.at_values, n_keys, args.value_columns)
+                values, value_stride = work + args.at_values, args.value_columns * itemsize
+            for r in range(n_rows):
+                begin = max(0, load_int32(work + args.at_first + r * 4) - block)
+                end = min(n_keys, load_int32(work + args.at_last + r * 4) - block)
+                if begin < end:
+                    query, output = work + args.at_queries + r * args.key_columns * itemsize, work + args.at_output + r * args.value_columns * itemsize
+                    m, l = work + args.at_m + r * itemsize, work + args.at_l + r * itemsize
+                    top = compute_scores(keys, key_stride, keys_in_place, args.key_columns // lanes, n_keys, query, scores, begin, end)
+                    update_softmax(scores, begin, end, top, m, l, alpha)
+                    weigh_values(values, value_stride, values_in_place, args.value_columns // lanes, scores, output, alpha, begin, end)
+
+    @jit
+    def rows_of(args, first_row):
+        return min(args.q_tile, args.seqlen_q * args.group - first_row)
+
+    @jit
+    def finish(args, out, lse, item, output, m, l):
+        """out = O / l and lse = m + log2(l), in natural units."""
+        batch, kv_head, first_row, _ = place_of(args, item)
+        head = kv_head * args.group
+        for r in range(rows_of(args, first_row)):
+            total = load_number(l + r * itemsize)
+            factor = one if total == zero else one / total
+            source = output + r * args.value_columns * itemsize
+            target = row_address(args, out + batch * args.out_batch + head * args.out_head, args.out_row, args.out_head, first_row + r)
+            d = 0
+            if args.out_dim == stored_size:
+                while d + lanes <= args.head_dim_v:
+                    store_elements(target + d * stored_size, load(source + d * itemsize) * splat(factor))
+                    d += lanes
+            while d < args.head_dim_v:
+                store_element(target + d * args.out_dim, load_number(source + d * itemsize) * factor)
+                d += 1
+            if lse != 0:
+                value = -np.inf if total == zero else np.float64(load_number(m + r * itemsize)) * ln2 + np.log(np.float64(total))
+                place = row_address(args, lse + batch * args.lse_batch + head * args.lse_head, args.lse_row, args.lse_head, first_row + r)
+                store_number(place, number(value))
+
+    @jit
+    def keep_part(args, work, part):
+        """Put O, m and l of a part of the keys away."""
+        row_bytes = args.q_tile * itemsize
+        for i in range(0, row_bytes * args.value_columns, vector_bytes):
+            store(part + i, load(work + args.at_output + i))
+        part += row_bytes * args.value_columns
+        for r in range(args.q_tile):
+            store_number(part + r * itemsize, load_number(work + args.at_m + r * itemsize))
+            store_number(part + row_bytes + r * itemsize, load_number(work + args.at_l + r * itemsize))
+
+    @jit
+    def merge_parts(args, parts, factors):
+        """Merge the parts of the rows into the first one: the block merge of the online softmax."""
+        row_bytes = args.q_tile * itemsize
+        for r in range(args.q_tile):
+            at_output, at_m = parts + r * args.value_columns * itemsize, parts + row_bytes * args.value_columns + r * itemsize
+            m = load_number(at_m)
+            for split in range(1, args.splits):
+                m = max(m, load_number(at_m + split * args.partial))
+            top = zero if m == minus_inf else m
+            l = zero
+            for split in range(args.splits):
+                part = split * args.partial
+                factor = exp2(splat(load_number(at_m + part) - top))
+                store(factors, factor)
+                l += load_number(at_m + row_bytes + part) * load_number(factors)
+                for i in range(0, args.value_columns * itemsize, vector_bytes):
+                    scaled = load(at_output + part + i) * factor
+                    store(at_output + i, scaled if split == 0 else load(at_output + i) + scaled)
+            store_number(at_m, m)
+            store_number(at_m + row_bytes, l)
+
+    def thread(args_address, q, k, v, out, lse, work, partial, counter, merging):
+        """Take work items until there are none; in a second round, merge their parts."""
+        args = arguments_at(args_address)
+        item = next_item(counter)
+        if merging:
+            row_bytes = args.q_tile * itemsize
+            while item * args.splits < args.items:
+                parts = partial + item * args.splits * args.partial
+                merge_parts(args, parts, work + args.at_alpha)
+                m = parts + row_bytes * args.value_columns
+                finish(args, out, lse, item * args.splits, parts, m, m + row_bytes)
+                item = next_item(counter)
+        else:
+            while item < args.items:
+                attend(args, q, k, v, item, work)
+                if args.splits == 1:
+                    finish(args, out, lse, item, work + args.at_output, work + args.at_m, work + args.at_l)
+                else:
+                    keep_part(args, work, partial + item * args.partial)
+                item = next_item(counter)
+
+    return SimpleNamespace(thread=thread)
