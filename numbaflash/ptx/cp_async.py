@@ -1,4 +1,4 @@
-"""Asynchronous copies from global to shared memory (compute capability 8.0), and waiting in a warp.
+"""Waiting for asynchronous copies from global to shared memory (compute capability 8.0).
 
 The copies themselves are started by `straight.GpuOps.copy_row`. In the simulator a copy is over when it returns.
 """
@@ -14,6 +14,3 @@ commit = simulated.nothing if SIMULATED else instruction("cp.async.commit_group;
 
 wait = simulated.nothing if SIMULATED else instruction("cp.async.wait_group 0;", VOID)
 """Wait until all copies that this thread has started are over."""
-
-sync_warp = simulated.sync_warp if SIMULATED else instruction("bar.warp.sync 0xffffffff;", VOID)
-"""Wait for the other lanes of the warp, and see what they have written to shared memory."""

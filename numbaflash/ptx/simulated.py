@@ -1,7 +1,4 @@
-"""Exchange and waiting among the lanes of a warp in the CUDA simulator, which has threads but no warps.
-
-Here each is a barrier of the whole block, so all its threads must take part, as all lanes of a warp must on the GPU.
-"""
+"""Exchange among the lanes of a warp in the CUDA simulator, which has threads but no warps."""
 
 from __future__ import annotations
 
@@ -9,7 +6,10 @@ import threading
 
 
 def exchange(values, mask):
-    """The values of the thread of the block whose number differs by ``mask``."""
+    """The values of the thread of the block whose number differs by ``mask``.
+
+    A barrier of the whole block, so all its threads must take part, as all lanes of a warp must on the GPU.
+    """
     thread = threading.current_thread()
     slots = thread._manager.__dict__.setdefault("exchange_slots", {})
     slots[thread.thread_id] = values
@@ -19,9 +19,5 @@ def exchange(values, mask):
     return received
 
 
-def sync_warp():
-    threading.current_thread().syncthreads()
-
-
 def nothing():
-    pass
+    """What the simulator does where the GPU has to wait for what is not instantaneous there."""

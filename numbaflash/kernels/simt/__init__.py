@@ -20,7 +20,6 @@ from .config import Config, choose_config
 
 _BUILD = "numbaflash.kernels.simt.forward:build"
 _MOST_TILES = 2**31 - 1
-_FAR = 2**40  # a bound that excludes nothing, where the kernel has that bound built out
 _L2_BYTES = 16 * 2**20  # keys and values of the heads that run together; the L2 caches of data-centre GPUs hold more
 
 
@@ -32,6 +31,8 @@ def supports(problem: Problem, device: Device) -> tuple[str, ...]:
             reasons.append("it needs an NVIDIA GPU (CPU arrays run only in Numba's CUDA simulator, NUMBA_ENABLE_CUDASIM=1)")
     elif device.capability < (7, 0):
         reasons.append(f"it needs compute capability 7.0 or later; this GPU has {device.capability[0]}.{device.capability[1]}")
+    if problem.right is not None and problem.seqlen_q + problem.offset + problem.right >= 2**31 - 256:
+        reasons.append("the last query's last key, seqlen_q + offset + right, must stay within int32")
     if problem.batch * problem.heads * -(-problem.seqlen_q // 8) > _MOST_TILES:
         reasons.append(f"batch * heads * seqlen_q / 8 must be at most {_MOST_TILES}")
     return tuple(reasons)
@@ -66,8 +67,8 @@ def parameters(plan: Plan) -> list:
     return [
         *arrays,
         toolchain.Scalar(config.compute, _factor(problem, config)),
-        toolchain.Scalar("int64", -_FAR if problem.left is None else problem.offset - problem.left),
-        toolchain.Scalar("int64", _FAR if problem.right is None else problem.offset + problem.right),
+        toolchain.Scalar("int32", 0 if problem.left is None else problem.offset - problem.left),
+        toolchain.Scalar("int32", 0 if problem.right is None else problem.offset + problem.right),
         toolchain.Scalar("int32", q_blocks),
         toolchain.Scalar("int32", heads),
         toolchain.Scalar("int32", problem.group),

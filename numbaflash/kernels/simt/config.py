@@ -10,6 +10,10 @@ from numbaflash.problem import ITEMSIZE, Problem
 SHARED_LIMITS = {(7, 0): 96, (7, 2): 96, (7, 5): 64, (8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
 """Shared memory (KiB) that a block may ask for, by compute capability; 99 elsewhere (8.6, 8.9, 12.x)."""
 
+UNITS = 2
+"""16-byte units that a turn of the inner loops takes: enough to make up for counting and branching, few enough for the
+instruction cache."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tile:
@@ -41,6 +45,8 @@ class Config:
         Elements of q, k, v and out.
     dim, dim_v : int
         Head dims as shared memory and registers hold them, zeros beyond the arrays' own.
+    depth : int
+        Head dim of q and k in whole turns of the inner loop: what is multiplied.
     warps, warp_size, lanes_m, rows, columns, min_blocks : int
         As in `Tile`. ``warp_size`` is 32, or less in the simulator, where every thread is dear.
     vectors : bool
@@ -55,6 +61,7 @@ class Config:
     dtype: str
     dim: int
     dim_v: int
+    depth: int
     warps: int
     warp_size: int
     lanes_m: int
@@ -76,6 +83,11 @@ class Config:
     def vector(self) -> int:
         """Elements of a 16-byte unit of shared memory."""
         return 16 // ITEMSIZE[self.compute]
+
+    @property
+    def step(self) -> int:
+        """Elements of a row that a turn of the inner loops takes."""
+        return UNITS * self.vector
 
     @property
     def threads(self) -> int:
@@ -230,6 +242,7 @@ def config_of_tile(tile: Tile, problem: Problem, layouts: Layouts, device: Devic
         dtype=problem.dtype,
         dim=dim,
         dim_v=dim_v,
+        depth=_round_up(problem.head_dim, UNITS * vector),
         warps=tile.warps,
         warp_size=warp_size,
         lanes_m=tile.lanes_m,

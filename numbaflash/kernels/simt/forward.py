@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import numba
-from numba import cuda, int32, int64
+from numba import cuda, int32
 
 from numbaflash.kernels.schedule import tile_order
 from numbaflash.ptx import cp_async
@@ -23,23 +23,11 @@ from numbaflash.toolchain import KernelSource
 from . import tiles
 from .config import Config
 
-FAR = 1 << 24  # beyond every tile, and far from the ends of int32
-ENTRY = "numbaflash.kernels.simt.forward:build"
-
-
-def relative(key, origin):
-    """Place of a key counted from another, as int32, clamped where it lies beyond every tile."""
-    return int32(min(max(key - origin, int64(-FAR)), int64(FAR)))
-
-
-relative_key = cuda.jit(relative, device=True, inline="always")
-
-
 def build(config: Config) -> KernelSource:
     """The kernel of a config.
 
-    Its parameters: q, k, v, out, lse; the factor of the scores; first and last visible key of query 0 (int64); q tiles;
-    heads over the batch; query heads a key/value head; heads that run together.
+    Its parameters: q, k, v, out, lse; the factor of the scores; first and last visible key of query 0; q tiles; heads over
+    the batch; query heads a key/value head; heads that run together. Sums of row numbers stay within int32 (`simt.supports`).
     """
     t = tiles.Types.of(config)
     copy_q = tiles.copy_q(config)
@@ -51,7 +39,7 @@ def build(config: Config) -> KernelSource:
     commit, wait = cp_async.commit, cp_async.wait
 
     real, vector = t.real, config.vector
-    step = tiles.UNITS * vector
+    step, depth = config.step, config.depth
     threads, warp_size, lanes_m, lanes_n = config.threads, config.warp_size, config.lanes_m, config.lanes_n
     lane_bits = lanes_n.bit_length()
     rows, dim, dim_v, q_tile, kv_tile = config.rows, config.dim, config.dim_v, config.q_tile, config.kv_tile
@@ -76,16 +64,17 @@ def build(config: Config) -> KernelSource:
         lane_m = (lane & 1) | (lane >> lane_bits) << 1
         lane_n = (lane >> 1) & (lanes_n - 1)
         warp_row = warp * (lanes_m * rows) + lane_m  # the thread's first query in the tile
-        first_q = q_block * q_tile
+        first_q = int32(q_block * q_tile)
+        query = int32(first_q + warp_row)
+        last_q = int32(min(first_q + q_tile, seqlen_q) - 1)
 
         # Keys that some query of the tile sees.
         begin, end = int32(0), seqlen_k
         if bounded_left:
-            begin = int32(min(max(first_q + band_first, int64(0)), int64(seqlen_k)))
+            begin = int32(min(max(first_q + band_first, 0), seqlen_k))
         if bounded_right:
-            last_q = min(first_q + q_tile, seqlen_q) - 1
-            end = int32(max(min(last_q + band_last + 1, int64(seqlen_k)), int64(0)))
-        first_block, stop_block = begin // kv_tile, (end + kv_tile - 1) // kv_tile
+            end = int32(max(min(last_q + band_last + 1, seqlen_k), 0))
+        first_block, stop_block = int32(begin // kv_tile), int32((end + kv_tile - 1) // kv_tile)
 
         memory = cuda.shared.array(0, real)
         q_row, k_row, v_row, p_row = warp_row * dim, k_base + lane_n * dim, v_base + lane_n * vector, p_base + warp_row * kv_tile
@@ -99,7 +88,7 @@ def build(config: Config) -> KernelSource:
             copy_q(memory, q, batch, first_q, head, scale, thread // q_width, thread % q_width)
 
         for block in range(first_block, stop_block):
-            first_k = block * kv_tile
+            first_k = int32(block * kv_tile)
             if asynchronous:
                 wait()
             cuda.syncthreads()  # k is here; nobody reads v any more
@@ -109,18 +98,18 @@ def build(config: Config) -> KernelSource:
 
             s = zero_scores()
             c = int32(0)
-            while c < dim:
+            while c < depth:
                 s = add_qk(s, memory, q_row, k_row, c ^ q_key, c ^ k_key)
                 c = int32(c + step)
 
             border = first_k + kv_tile > seqlen_k
             if bounded_left:
-                border |= first_k < min(first_q + q_tile, seqlen_q) - 1 + band_first
+                border |= first_k < last_q + band_first
             if bounded_right:
                 border |= first_k + kv_tile - 1 > first_q + band_last
+            first, last = int32(query + band_first - first_k), int32(query + band_last - first_k)
             if border:
-                query, key = int64(first_q + warp_row), int64(first_k + lane_n)
-                s = mask(s, relative_key(query + band_first, key), relative_key(query + band_last, key), seqlen_k - first_k - lane_n)
+                s = mask(s, first - lane_n, last - lane_n, seqlen_k - first_k - lane_n)
 
             p, m, l, o = online_softmax(s, m, l, o)
             store_p(memory, p_row, lane_n, p_key, p)
@@ -144,17 +133,14 @@ def build(config: Config) -> KernelSource:
                     o = add_pv(o, memory, p_row, v_row + c * dim_v, c ^ p_key)
                     c = int32(c + step)
             else:
-                query = int64(first_q + warp_row)
-                first, last = relative_key(query + band_first, int64(first_k)), relative_key(query + band_last, int64(first_k))
                 while c < kv_tile:
                     o = add_pv_seen(o, memory, p_row, v_row + c * dim_v, c ^ p_key, first - c, last - c)
                     c = int32(c + vector)
 
         l = reduce_sum(l)
-        store_output(out, batch, first_q + warp_row, head, lane_n * vector, o, l)
+        store_output(out, batch, query, head, lane_n * vector, o, l)
         if write_lse:
-            store_lse(lse, batch, head, first_q + warp_row, lane_n == 0, m, l)
+            store_lse(lse, batch, head, query, lane_n == 0, m, l)
 
-    integers = (numba.types.int64, numba.types.int64, numba.types.int32, numba.types.int32, numba.types.int32, numba.types.int32)
-    signature = numba.types.void(t.operand, t.operand, t.operand, t.operand, t.lse, t.real, *integers)
+    signature = numba.types.void(t.operand, t.operand, t.operand, t.operand, t.lse, t.real, *(numba.types.int32,) * 6)
     return KernelSource(forward, signature, threads=threads, min_blocks=config.min_blocks)

@@ -17,7 +17,7 @@ from numba.cuda import types
 
 from numbaflash.ptx.straight import straight_line
 
-from .config import Config
+from .config import UNITS, Config
 
 I32, VOID = types.int32, types.void
 
@@ -145,13 +145,8 @@ def _to_compute(ops, config, values):
 # ---- products
 
 
-UNITS = 2
-"""16-byte units of a row that a call of the products takes: enough to make up for counting and branching, small enough for
-the instruction cache."""
-
-
 def add_qk(config: Config):
-    """``f(scores, memory, q_row, k_row, q_unit, k_unit) -> scores``: `UNITS` units of the head dim of q k^T.
+    """``f(scores, memory, q_row, k_row, q_unit, k_unit) -> scores``: `UNITS` 16-byte units of the head dim of q k^T.
 
     Rows are indices of the thread's first rows, units the (swizzled) offsets of the first unit in them.
     """
@@ -172,11 +167,11 @@ def add_qk(config: Config):
 
 
 def add_pv(config: Config):
-    """``f(output, memory, p_row, v_index, p_unit) -> output``: `UNITS` units of keys of p v."""
+    """``f(output, memory, p_row, v_index, p_unit) -> output``: `UNITS` 16-byte units of keys of p v."""
     t = Types.of(config)
 
     def body(ops, o, memory, p_row, v_index, p_unit):
-        return _add_pv(ops, config, UNITS, o, memory, p_row, v_index, p_unit, lambda i, x: None)
+        return _add_pv(ops, config, UNITS, o, memory, p_row, v_index, p_unit, lambda i, key: None)
 
     return straight_line(t.output, (t.output, t.memory, I32, I32, I32), body)
 
@@ -190,12 +185,20 @@ def add_pv_seen(config: Config):
     t = Types.of(config)
 
     def body(ops, o, memory, p_row, v_index, p_unit, first, last):
-        def visible(i, x):
-            return (first <= x - i * config.lanes_m) & (last >= x - i * config.lanes_m)
-
-        return _add_pv(ops, config, 1, o, memory, p_row, v_index, p_unit, visible)
+        return _add_pv(ops, config, 1, o, memory, p_row, v_index, p_unit, lambda i, key: _in_band(config, first, last, i, key))
 
     return straight_line(t.output, (t.output, t.memory, I32, I32, I32, I32, I32), body)
+
+
+def _in_band(config, first, last, i, key):
+    """Whether the thread's query i sees a key, which its query 0 does from first to last; None without a bound."""
+    seen = None
+    if config.bounded_left:
+        seen = first <= key - i * config.lanes_m
+    if config.bounded_right:
+        right = last >= key - i * config.lanes_m
+        seen = right if seen is None else seen & right
+    return seen
 
 
 def _add_pv(ops, config, key_units, o, memory, p_row, v_index, p_unit, visible):
@@ -243,11 +246,8 @@ def mask(config: Config):
         for j in range(columns):
             key = j * config.lanes_n
             for i in range(config.rows):
-                seen = end > key
-                if config.bounded_left:
-                    seen = seen & (first <= key - i * config.lanes_m)
-                if config.bounded_right:
-                    seen = seen & (last >= key - i * config.lanes_m)
+                in_band = _in_band(config, first, last, i, key)
+                seen = end > key if in_band is None else (end > key) & in_band
                 s[i * columns + j] = ops.select(seen, s[i * columns + j], -math.inf)
         return s
 
