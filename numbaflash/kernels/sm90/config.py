@@ -144,10 +144,10 @@ def kv_blocks(problem: Problem, config: ForwardConfig) -> np.ndarray:
     end = np.full_like(tile, -(-problem.seqlen_k // config.kv_block))
     if config.right:
         last_query = np.minimum((tile + 1) * config.q_tile - 1, rows - 1) // config.pack
-        end = np.clip((last_query + problem.offset + problem.right) // config.kv_block + 1, 1, end)
+        end = np.clip((last_query + problem.offset + problem.right) // config.kv_block + 1, 0, end)
     if config.left:
         first_query = tile * config.q_tile // config.pack
-        first = np.clip((first_query + problem.offset - problem.left) // config.kv_block, 0, end - 1)
+        first = np.clip((first_query + problem.offset - problem.left) // config.kv_block, 0, end)
     return end - first
 
 

@@ -76,15 +76,15 @@ def build(config: ForwardConfig) -> KernelSource:
 
     @inline
     def kv_range(q_block, seqlen_q, seqlen_k, offset, left, right):
-        """First KV block that a q tile needs, and one past the last: at least one block, so that every tile is written."""
+        """First KV block that a q tile needs, and one past the last."""
         first = i32(0)
         end = i32((seqlen_k + i32(kv_block - 1)) // i32(kv_block))
         if has_right:
             last_row = i32(min(q_block * i32(q_tile) + i32(q_tile - 1), seqlen_q * i32(pack) - i32(1)) // i32(pack))
-            end = i32(max(i32(1), min(end, (last_row + offset + right) // i32(kv_block) + i32(1))))
+            end = i32(max(i32(0), min(end, (last_row + offset + right) // i32(kv_block) + i32(1))))
         if has_left:
             first_row = i32(q_block * i32(q_tile) // i32(pack))
-            first = i32(max(i32(0), min(end - i32(1), (first_row + offset - left) // i32(kv_block))))
+            first = i32(max(i32(0), min(end, (first_row + offset - left) // i32(kv_block))))
         return first, end
 
     @inline
@@ -180,10 +180,10 @@ def build(config: ForwardConfig) -> KernelSource:
     def pass_over(j, stop, silent, stage, phase, ring, my_turn, next_turn, lane):
         """Release blocks j to stop, which this warpgroup's rows do not see, and cede its turns (none at block ``silent``)."""
         while j >= stop:
-            # Once all have released what lay here before, the next release counts for this block: no need to await its data.
-            mbarrier.wait(barrier_of(ring.k_empty, stage), u32(phase ^ u32(1)))
+            # Its data must have come: a release, and the next wait, must not be taken for those of the block before or after.
+            mbarrier.wait(barrier_of(ring.k_full, stage), phase)
             mbarrier.arrive_where_zero(barrier_of(ring.k_empty, stage), lane)
-            mbarrier.wait(barrier_of(ring.v_empty, stage), u32(phase ^ u32(1)))
+            mbarrier.wait(barrier_of(ring.v_full, stage), phase)
             mbarrier.arrive_where_zero(barrier_of(ring.v_empty, stage), lane)
             if pingpong and j != silent:
                 warp.barrier_sync(my_turn, u32(256))
@@ -270,11 +270,12 @@ def build(config: ForwardConfig) -> KernelSource:
                     first, end = kv_range(q_block, seqlen_q, seqlen_k, offset, left, right)
                     j = i32(end - i32(1))
                     # In the order of use: the first K, Q, then the K of each next block before the V of the present one.
-                    mbarrier.wait(barrier_of(k_empty, stage), phase)
-                    load_tile(
-                        u32(s_k + u32(stage * u32(k_bytes))), kv_panel_bytes, qk_panels,
-                        k_map, i32(j * i32(kv_block)), kv_head, batch, barrier_of(k_full, stage), k_bytes,
-                    )  # fmt: skip
+                    if j >= first:
+                        mbarrier.wait(barrier_of(k_empty, stage), phase)
+                        load_tile(
+                            u32(s_k + u32(stage * u32(k_bytes))), kv_panel_bytes, qk_panels,
+                            k_map, i32(j * i32(kv_block)), kv_head, batch, barrier_of(k_full, stage), k_bytes,
+                        )  # fmt: skip
                     for consumer in range(consumers):
                         full = u32(q_full + u32(8 * consumer))
                         row = i32((i32(q_block * i32(q_tile)) + i32(consumer * 64)) // i32(pack))
