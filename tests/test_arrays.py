@@ -556,6 +556,7 @@ def test_stream_handle(stream, handle):
         (ValueError, "stream must be a CUstream handle, which is not negative; got -1", -1),
         (ValueError, "stream must belong to the arrays' device cuda:1; got a stream of cuda:0", Told(ptr=5, device_id=0)),
         (ValueError, "stream must belong to the arrays' device cuda:1; got a stream of cuda:0", Told(cuda_stream=5, device=Told(index=0))),
+        (ValueError, "got a stream of cuda:0", Told(__cuda_stream__=lambda: (0, 5), device=Told(device_id=0))),
     ],
 )
 def test_stream_that_is_refused(error, message, stream):

@@ -57,5 +57,6 @@ def _handle(stream) -> int | None:
 def _device(stream) -> int | None:
     told = getattr(stream, "device_id", None)  # CuPy: -1 for the default streams, which every device has
     if told is None:
-        told = getattr(getattr(stream, "device", None), "index", None)  # torch
+        device = getattr(stream, "device", None)
+        told = getattr(device, "index", getattr(device, "device_id", None))  # torch, CUDA Python
     return told if isinstance(told, int) and told >= 0 else None
