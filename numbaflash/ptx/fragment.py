@@ -110,42 +110,49 @@ def keep_columns_from(columns):
     )
 
 
-def row_max(columns):
-    """``f(x, m0, m1) -> (max0, max1)`` over the thread's own elements of its two rows, and m0, m1."""
-    count = columns // 2
-
-    def generate(builder, args, llvm_result):
-        values = unpack(builder, args[0], count)
-        rows = [_maximum(builder, [x for i, x in enumerate(values) if _row(i) == row] + [args[1 + row]]) for row in (0, 1)]
-        return pack(builder, llvm_result, rows)
-
-    return make_intrinsic(types.UniTuple(F32, 2), (fragment(columns), F32, F32), generate)
+def _shuffle_xor(builder, x, lanes):
+    text = f"shfl.sync.bfly.b32 $0, $1, {lanes}, 0x1f, 0xffffffff;"
+    return emit(builder, llvm_f32, [x], text, "=f,f")
 
 
-def softmax_step(columns, hold):
-    """One step of the online softmax: ``f(s, scale, shift0, shift1, l0, l1, a0, a1) -> (p, l0, l1, h0, h1)``.
+def online_softmax(columns, hold):
+    """One step of the online softmax: ``f(s, m0, m1, l0, l1, scale) -> (p, m0, m1, l0, l1, a0, a1, h0, h1)``.
 
-    p is exp2(s * scale - shift) and l becomes l * a + sum(p), over the thread's own elements of a row. The sums start
-    from the old ones: ptxas then computes a first, and the rescaling of the output hides behind the exponentials.
-    h are the sums after ``hold`` elements of the row, for `hold_back`.
+    m is the new maximum of the two rows over the quad and what came before, ``p = exp2((s - m) * scale)``,
+    ``a = exp2((m_before - m) * scale)`` is what everything before has to be multiplied by, and l becomes
+    ``l * a + sum(p)`` over the thread's own elements of a row. A row that has seen only -inf is shifted by 0.
+
+    The sums start from the old ones: ptxas then computes a first, and the rescaling of the output hides behind the
+    exponentials. h are the sums after ``hold`` elements of the row, for `hold_back`.
     """
     count = columns // 2
-    result = types.Tuple((fragment(columns), F32, F32, F32, F32))
+    result = types.Tuple((fragment(columns), *(F32,) * 8))
+    minus_inf, zero = ir.Constant(llvm_f32, float("-inf")), ir.Constant(llvm_f32, 0.0)
 
     def generate(builder, args, llvm_result):
-        scores, scale, minus_shift = unpack(builder, args[0], count), args[1], [_negate(builder, args[2]), _negate(builder, args[3])]
+        scores, before, l, scale = unpack(builder, args[0], count), args[1:3], args[3:5], args[5]
+        m, minus_shift, a = [], [], []
+        for row in (0, 1):
+            top = _maximum(builder, [x for i, x in enumerate(scores) if _row(i) == row] + [before[row]])
+            for lanes in (1, 2):
+                top = _maximum(builder, [top, _shuffle_xor(builder, top, lanes)])
+            m.append(top)
+        for row in (0, 1):
+            base = builder.select(builder.fcmp_ordered("==", m[row], minus_inf), zero, m[row])  # -inf - -inf would be NaN
+            a.append(_exp2(builder, builder.fmul(builder.fsub(before[row], base), scale)))
+            minus_shift.append(_negate(builder, builder.fmul(base, scale)))
         p = [_exp2(builder, _fma(builder, s, scale, minus_shift[_row(i)])) for i, s in enumerate(scores)]
         sums, held = [], []
         for row in (0, 1):
             values = [x for i, x in enumerate(p) if _row(i) == row]
-            partial = [_fma(builder, args[4 + row], args[6 + row], values[0])]
+            partial = [_fma(builder, l[row], a[row], values[0])]
             for x in values[1:]:
                 partial.append(builder.fadd(partial[-1], x))
             sums.append(partial[-1])
             held.append(partial[max(hold, 1) - 1])
-        return pack(builder, llvm_result, [pack(builder, args[0].type, p), *sums, *held])
+        return pack(builder, llvm_result, [pack(builder, args[0].type, p), *m, *sums, *a, *held])
 
-    return make_intrinsic(result, (fragment(columns), *(F32,) * 7), generate)
+    return make_intrinsic(result, (fragment(columns), *(F32,) * 5), generate)
 
 
 hold_back = instruction(

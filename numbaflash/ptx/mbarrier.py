@@ -15,13 +15,10 @@ expect_bytes = instruction("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $
 
 arrive = instruction("mbarrier.arrive.shared::cta.b64 _, [$0];", VOID, U32)
 
-arrive_where_zero = instruction("{.reg .pred p; setp.eq.s32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0];}", VOID, U32, I32)
+ARRIVE_WHERE_ZERO = "{.reg .pred p; setp.eq.s32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0];}"
+arrive_where_zero = instruction(ARRIVE_WHERE_ZERO, VOID, U32, I32)
 """Arrive in the threads whose second argument is 0. A predicate, not a branch: ptxas schedules across it."""
 
-wait = instruction(
-    "{\n .reg .pred p;\n WAIT:\n mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1, 10000000;\n @p bra DONE;\n bra WAIT;\n DONE:\n }",
-    VOID,
-    U32,
-    U32,
-)
+WAIT = "{\n .reg .pred p;\n WAIT:\n mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1, 10000000;\n @p bra DONE;\n bra WAIT;\n DONE:\n }"
+wait = instruction(WAIT, VOID, U32, U32)
 """Wait for the phase of the given parity to complete. A fresh barrier passes a wait for parity 1."""

@@ -6,34 +6,49 @@ not written. Loads complete on an mbarrier, stores in bulk groups of the issuing
 
 from __future__ import annotations
 
-from .inline import I32, U32, U64, VOID, instruction
+from llvmlite import ir
+
+from .inline import I32, U32, U64, VOID, emit, instruction, llvm_i32, make_intrinsic
 
 
-def load(rank):
-    """``load(shared, map, coordinates..., barrier)`` of a tile of a tensor of that rank."""
-    coordinates = ", ".join(f"${2 + i}" for i in range(rank))
-    return instruction(
-        f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1, {{{coordinates}}}], [${2 + rank}];",
-        VOID,
-        *(U32, U64, *(I32,) * rank, U32),
-    )
+def load_panels(rank, panels, panel_bytes):
+    """``load(shared, map, barrier, coordinates...)`` of a tile as panels of 64 columns, which lie ``panel_bytes`` apart.
+
+    The coordinates are those of the axes after the first. Arrives at the barrier and lets it wait for the bytes.
+    """
+    names = ", ".join(f"${3 + i}" for i in range(rank))
+    text = f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1, {{{names}}}], [$2];"
+
+    def generate(builder, args, _):
+        shared, tensor, barrier, *coordinates = args
+        expected = ir.Constant(llvm_i32, panels * panel_bytes)
+        emit(builder, ir.VoidType(), [barrier, expected], "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", "r,r,~{memory}")
+        for panel in range(panels):
+            at = builder.add(shared, ir.Constant(llvm_i32, panel * panel_bytes))
+            values = [at, tensor, barrier, ir.Constant(llvm_i32, 64 * panel), *coordinates]
+            emit(builder, ir.VoidType(), values, text, "r,l,r," + ",".join(["r"] * rank) + ",~{memory}")
+
+    return make_intrinsic(VOID, (U32, U64, U32, *(I32,) * (rank - 1)), generate)
 
 
-def store(rank):
-    """``store(map, coordinates..., shared)`` of a tile; joins the thread's open bulk group."""
-    coordinates = ", ".join(f"${1 + i}" for i in range(rank))
-    return instruction(
-        f"cp.async.bulk.tensor.{rank}d.global.shared::cta.bulk_group [$0, {{{coordinates}}}], [${1 + rank}];",
-        VOID,
-        *(U64, *(I32,) * rank, U32),
-    )
+def store_panels(rank, first_panel, panels, panel_bytes):
+    """``store(map, shared, coordinates...)`` of panels of a tile, the first of which lies at ``shared``, as one bulk group."""
+    names = ", ".join(f"${2 + i}" for i in range(rank))
+    text = f"cp.async.bulk.tensor.{rank}d.global.shared::cta.bulk_group [$0, {{{names}}}], [$1];"
+
+    def generate(builder, args, _):
+        tensor, shared, *coordinates = args
+        for panel in range(panels):
+            at = builder.add(shared, ir.Constant(llvm_i32, panel * panel_bytes))
+            values = [tensor, at, ir.Constant(llvm_i32, 64 * (first_panel + panel)), *coordinates]
+            emit(builder, ir.VoidType(), values, text, "l,r," + ",".join(["r"] * rank) + ",~{memory}")
+        emit(builder, ir.VoidType(), [], "cp.async.bulk.commit_group;", "~{memory}")
+
+    return make_intrinsic(VOID, (U64, U32, *(I32,) * (rank - 1)), generate)
 
 
 prefetch_map = instruction("prefetch.tensormap [$0];", VOID, U64)
 """Bring a tensor map into the descriptor cache."""
-
-commit_stores = instruction("cp.async.bulk.commit_group;", VOID)
-"""Close the thread's bulk group."""
 
 wait_stores_read = instruction("cp.async.bulk.wait_group.read 0;", VOID)
 """Wait until all committed stores have read their shared memory, which may then be written again."""

@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba.cuda import types
 
 from .fragment import fragment, packed
-from .inline import U32, emit, llvm_f32, make_intrinsic, pack, unpack
+from .inline import U32, emit, llvm_f32, llvm_i32, make_intrinsic, pack, unpack
 
 PANEL = 64
 """Columns of a panel."""
@@ -49,12 +49,19 @@ def mn_major_steps(rows):
     return [k * (16 * ROW_BYTES >> 4) for k in range(rows // 16)]
 
 
+def _of_stage(builder, low, stage, stage_bytes):
+    return builder.add(low, builder.mul(stage, ir.Constant(llvm_i32, stage_bytes >> 4)))
+
+
 def _registers(count, start=0):
     return "{" + ", ".join(f"${start + i}" for i in range(count)) + "}"
 
 
-def product_shared(n, k, dtype, a_steps, b_steps, *, a_transposed=False, b_transposed=False):
-    """``f(a, b) -> fragment``: A (64 x k) times B (k x n), both in shared memory, by the low words of their descriptors."""
+def product_shared(n, k, dtype, a_steps, b_steps, b_stage_bytes, *, a_transposed=False, b_transposed=False):
+    """``f(a, b, stage) -> fragment``: A (64 x k) times B (k x n), both in shared memory, by the low words of their descriptors.
+
+    b is that of stage 0; the stages are ``b_stage_bytes`` apart.
+    """
     count = n // 2
 
     def generate(builder, args, llvm_result):
@@ -68,14 +75,15 @@ def product_shared(n, k, dtype, a_steps, b_steps, *, a_transposed=False, b_trans
             ]
         lines += ["wgmma.commit_group.sync.aligned;", "}"]
         constraints = ",".join(["=f"] * count + ["r", "r", "~{memory}"])
-        values = emit(builder, ir.LiteralStructType([llvm_f32] * count), args, "\n".join(lines), constraints)
+        operands = [args[0], _of_stage(builder, args[1], args[2], b_stage_bytes)]
+        values = emit(builder, ir.LiteralStructType([llvm_f32] * count), operands, "\n".join(lines), constraints)
         return pack(builder, llvm_result, unpack(builder, values, count))
 
-    return make_intrinsic(fragment(n), (U32, U32), generate)
+    return make_intrinsic(fragment(n), (U32, U32, U32), generate)
 
 
-def product_registers(n, k, dtype, b_steps):
-    """``f(accumulator, a, b) -> fragment``: adds A (64 x k, packed registers) times B (k x n, n contiguous, by its descriptor's low word)."""
+def product_registers(n, k, dtype, b_steps, b_stage_bytes):
+    """``f(accumulator, a, b, stage) -> fragment``: adds A (64 x k, packed registers) times B (k x n, n contiguous, by its descriptor's low word)."""
     count, packed_count = n // 2, k // 4
 
     def generate(builder, args, llvm_result):
@@ -90,11 +98,12 @@ def product_registers(n, k, dtype, b_steps):
             ]
         lines += ["wgmma.commit_group.sync.aligned;", "}"]
         constraints = ",".join(["=f"] * count + [str(i) for i in range(count)] + ["r"] * (packed_count + 1) + ["~{memory}"])
-        values = unpack(builder, args[0], count) + unpack(builder, args[1], packed_count) + [args[2]]
+        values = unpack(builder, args[0], count) + unpack(builder, args[1], packed_count)
+        values.append(_of_stage(builder, args[2], args[3], b_stage_bytes))
         result = emit(builder, ir.LiteralStructType([llvm_f32] * count), values, "\n".join(lines), constraints)
         return pack(builder, llvm_result, unpack(builder, result, count))
 
-    return make_intrinsic(fragment(n), (fragment(n), packed(k), U32), generate)
+    return make_intrinsic(fragment(n), (fragment(n), packed(k), U32, U32), generate)
 
 
 def wait(pending, *columns):

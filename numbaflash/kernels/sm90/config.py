@@ -11,7 +11,7 @@ from ...problem import Problem
 MAX_SHARED = 232448  # bytes of shared memory that a block may have on sm_90
 ALIGNMENT = 1024  # of every tile: the 128-byte swizzle repeats every eight rows of 128 bytes
 ELEMENTS = {"float16": "f16", "bfloat16": "bf16"}
-REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}  # of producer and consumer threads, by number of consumers
+REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160), 4: (24, 112)}  # of producer and consumer threads, by number of consumers
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,13 @@ uniform registers.
 from __future__ import annotations
 
 from collections import namedtuple
+from functools import reduce
 
 import numpy as np
 from numba import cuda
 from numba.cuda import types
 
-from ...ptx import fragment, math, mbarrier, shared, tma, warp, wgmma
+from ...ptx import fragment, math, mbarrier, pipeline, shared, tma, warp, wgmma
 from ...toolchain import KernelSource
 from ..schedule import tile_of_turn, tile_order
 from .config import ForwardConfig, SharedMemory
@@ -32,7 +33,7 @@ LN2 = f32(0.6931471805599453)
 
 # Named barriers; 0 is the whole block's.
 TURN = 1  # of the first consumer; one a consumer
-STAGING = 4  # of the first consumer; one a consumer
+STAGING = 5  # of the first consumer; one a consumer
 
 Ring = namedtuple("Ring", "k_full k_empty v_full v_empty")
 """Addresses of the first stage's barriers."""
@@ -52,25 +53,29 @@ def build(config: ForwardConfig) -> KernelSource:
     out_in_q, pingpong, rescale_first, negative_scale = config.out_in_q, config.pingpong, config.rescale_first, config.negative_scale
     held = config.hold > 0
     memory = SharedMemory.of(config)
-    out_panels, out_parts = memory.out_panels, config.out_parts
+    out_panels = memory.out_panels
     qk_panels, v_panels = memory.qk_panels, memory.v_panels
     rows_panel_bytes, kv_panel_bytes = memory.rows_panel_bytes, memory.kv_panel_bytes
-    q_bytes, k_bytes, v_bytes, q_stride, out_stride = memory.q_bytes, memory.k_bytes, memory.v_bytes, memory.q_stride, memory.out_stride
+    k_bytes, v_bytes, q_stride, out_stride = memory.k_bytes, memory.v_bytes, memory.q_stride, memory.out_stride
     off_q, off_k, off_v, off_out, off_barriers, off_scratch = memory.q, memory.k, memory.v, memory.out, memory.barriers, memory.scratch
 
     # Instructions of exactly these tile shapes.
     scores = wgmma.product_shared(  # (64, kv_block) = Q (64, d) K^T (d, kv_block)
-        kv_block, d, config.element, wgmma.k_major_steps(d, rows_panel_bytes), wgmma.k_major_steps(d, kv_panel_bytes)
+        kv_block, d, config.element, wgmma.k_major_steps(d, rows_panel_bytes), wgmma.k_major_steps(d, kv_panel_bytes), k_bytes
     )
-    add_values = wgmma.product_registers(dv, kv_block, config.element, wgmma.mn_major_steps(kv_block))  # (64, dv) += P (64, kv_block) V
+    add_values = wgmma.product_registers(  # (64, dv) += P (64, kv_block) V
+        dv, kv_block, config.element, wgmma.mn_major_steps(kv_block), v_bytes
+    )
     wait_scores, wait_scores_only = wgmma.wait(0, kv_block), wgmma.wait(1, kv_block)
     wait_out, wait_out_and_p = wgmma.wait(0, dv), wgmma.wait(0, dv, kv_block)
     zero_out, rescale, normalise = fragment.zeros(dv), fragment.scale_rows(dv), fragment.normalise_rows(dv)
-    row_max, softmax_step, negate = fragment.row_max(kv_block), fragment.softmax_step(kv_block, config.hold), fragment.negate(kv_block)
+    online_softmax, negate = fragment.online_softmax(kv_block, config.hold), fragment.negate(kv_block)
     keep_to, keep_from = fragment.keep_columns_to(kv_block), fragment.keep_columns_from(kv_block)
     p_to_16bit, out_to_16bit = fragment.to_16bit(kv_block, config.element), fragment.to_16bit(dv, config.element)
     hold_back = fragment.hold_back
-    load_q, load_kv, store_out = tma.load(5), tma.load(4), tma.store(5)
+    load_q = tma.load_panels(5, qk_panels, rows_panel_bytes)
+    load_k, load_v = tma.load_panels(4, qk_panels, kv_panel_bytes), tma.load_panels(4, v_panels, kv_panel_bytes)
+    advance, k_slot, v_slot, q_slot = pipeline.advance(stages), pipeline.slot(k_bytes), pipeline.slot(v_bytes), pipeline.slot(q_stride)
     fewer_registers, more_registers = warp.decrease_registers(config.producer_registers), warp.increase_registers(config.consumer_registers)
     k_major, mn_major = u32(wgmma.descriptor_low()), u32(wgmma.descriptor_low(kv_panel_bytes))
 
@@ -88,30 +93,6 @@ def build(config: ForwardConfig) -> KernelSource:
         return first, end
 
     @inline
-    def barrier_of(ring, stage):
-        return u32(ring + u32(stage * u32(8)))
-
-    @inline
-    def advance(stage, phase):
-        """The next place in the ring; its barriers' parity turns over at the end."""
-        stage = u32(stage + u32(1))
-        if stage == u32(stages):
-            stage = u32(0)
-            phase = u32(phase ^ u32(1))
-        return stage, phase
-
-    @inline
-    def load_tile(destination, panel_bytes, panels, tensor, row, head, batch, barrier, size):
-        mbarrier.expect_bytes(barrier, u32(size))
-        for panel in range(panels):
-            load_kv(u32(destination + u32(panel * panel_bytes)), tensor, i32(panel * 64), row, head, batch, barrier)
-
-    @inline
-    def quad_max(x):
-        x = math.maximum(x, warp.shuffle_xor(x, i32(1)))
-        return math.maximum(x, warp.shuffle_xor(x, i32(2)))
-
-    @inline
     def quad_sum(x):
         x += warp.shuffle_xor(x, i32(1))
         return x + warp.shuffle_xor(x, i32(2))
@@ -125,18 +106,6 @@ def build(config: ForwardConfig) -> KernelSource:
             s = keep_from(s, i32(rows.key0 - left - origin), i32(rows.key1 - left - origin))
         return s
 
-    @inline
-    def update_softmax(s, m0, m1, l0, l1, scale_log2):
-        """Online softmax: P of this block, the new m and l, and the factors that bring what came before to the new m."""
-        x0, x1 = row_max(s, m0, m1)
-        new0, new1 = quad_max(x0), quad_max(x1)
-        # A row that has seen nothing yet is shifted by 0: -inf - -inf would be NaN.
-        base0 = f32(0) if new0 == MINUS_INF else new0
-        base1 = f32(0) if new1 == MINUS_INF else new1
-        a0, a1 = math.exp2((m0 - base0) * scale_log2), math.exp2((m1 - base1) * scale_log2)
-        p, l0, l1, h0, h1 = softmax_step(s, scale_log2, base0 * scale_log2, base1 * scale_log2, l0, l1, a0, a1)
-        return p, new0, new1, l0, l1, a0, a1, h0, h1
-
     def make_kv_step(masked):
         @inline
         def kv_step(
@@ -145,27 +114,27 @@ def build(config: ForwardConfig) -> KernelSource:
             """S of block j, while P V of the block before it is added to the accumulator."""
             v_stage, v_phase = stage, phase
             stage, phase = advance(stage, phase)
-            mbarrier.wait(barrier_of(ring.k_full, stage), phase)
+            pipeline.wait(ring.k_full, stage, phase)
             if pingpong:
                 warp.barrier_sync(my_turn, u32(256))
-            s = scores(operands.q, u32(operands.k + u32(stage * u32(k_bytes >> 4))))
+            s = scores(operands.q, operands.k, stage)
             if rescale_first:
                 acc = rescale(acc, b0, b1)
-            mbarrier.wait(barrier_of(ring.v_full, v_stage), v_phase)
-            acc = add_values(acc, p16, u32(operands.v + u32(v_stage * u32(v_bytes >> 4))))
+            pipeline.wait(ring.v_full, v_stage, v_phase)
+            acc = add_values(acc, p16, operands.v, v_stage)
             if pingpong:
                 warp.barrier_arrive(next_turn, u32(256))
             s = wait_scores_only(s)
-            mbarrier.arrive_where_zero(barrier_of(ring.k_empty, stage), lane)
+            pipeline.release(ring.k_empty, stage, lane)
             if negative_scale:
                 s = negate(s)
             if masked:
                 s = mask_band(s, j, rows, left, right)
-            p, m0, m1, l0, l1, a0, a1, h0, h1 = update_softmax(s, m0, m1, l0, l1, scale_log2)
+            p, m0, m1, l0, l1, a0, a1, h0, h1 = online_softmax(s, m0, m1, l0, l1, scale_log2)
             if held:
                 hold_back(scratch, h0, h1)
             acc, p = wait_out_and_p(acc, p)
-            mbarrier.arrive_where_zero(barrier_of(ring.v_empty, v_stage), lane)
+            pipeline.release(ring.v_empty, v_stage, lane)
             if rescale_first:
                 b0, b1 = a0, a1
             else:
@@ -181,10 +150,10 @@ def build(config: ForwardConfig) -> KernelSource:
         """Release blocks j to stop, which this warpgroup's rows do not see, and cede its turns (none at block ``silent``)."""
         while j >= stop:
             # Its data must have come: a release, and the next wait, must not be taken for those of the block before or after.
-            mbarrier.wait(barrier_of(ring.k_full, stage), phase)
-            mbarrier.arrive_where_zero(barrier_of(ring.k_empty, stage), lane)
-            mbarrier.wait(barrier_of(ring.v_full, stage), phase)
-            mbarrier.arrive_where_zero(barrier_of(ring.v_empty, stage), lane)
+            pipeline.wait(ring.k_full, stage, phase)
+            pipeline.release(ring.k_empty, stage, lane)
+            pipeline.wait(ring.v_full, stage, phase)
+            pipeline.release(ring.v_empty, stage, lane)
             if pingpong and j != silent:
                 warp.barrier_sync(my_turn, u32(256))
                 warp.barrier_arrive(next_turn, u32(256))
@@ -192,31 +161,36 @@ def build(config: ForwardConfig) -> KernelSource:
             j = i32(j - i32(1))
         return stage, phase
 
-    def make_store_part(part):
-        stage_part = fragment.store_matrix(dv, rows_panel_bytes, part * out_panels, out_panels)
+    def make_store(part):
         panels = min(out_panels, v_panels - part * out_panels)
+        stage_part = fragment.store_matrix(dv, rows_panel_bytes, part * out_panels, panels)
+        store_part = tma.store_panels(5, part * out_panels, panels, rows_panel_bytes)
 
         @inline
-        def store_part(out16, s_out, staging_row, lane, leader, w, out_map, row, head, batch):
+        def store(out16, s_out, staging_row, lane, leader, staging_barrier, out_map, row, head, batch):
             """Panels of the output, through shared memory, by one TMA store each."""
             if not out_in_q:  # the last store from here must have read
                 if leader:
                     tma.wait_stores_read()
-                warp.barrier_sync(u32(u32(STAGING) + u32(w)), u32(128))
-            stage_part(
-                out16, u32(s_out + u32(u32(staging_row) * u32(wgmma.ROW_BYTES))), u32((staging_row & i32(7)) << i32(4)), u32((lane >> i32(4)) * i32(16))
-            )  # fmt: skip
+                warp.barrier_sync(staging_barrier, u32(128))
+            row_at = s_out + staging_row * i32(wgmma.ROW_BYTES)
+            stage_part(out16, row_at, (staging_row & i32(7)) << i32(4), (lane >> i32(4)) * i32(16))
             tma.fence_async()
-            warp.barrier_sync(u32(u32(STAGING) + u32(w)), u32(128))
+            warp.barrier_sync(staging_barrier, u32(128))
             if leader:
-                for panel in range(panels):
-                    store_out(out_map, i32((part * out_panels + panel) * 64), i32(0), row, head, batch, u32(s_out + u32(panel * rows_panel_bytes)))
-                tma.commit_stores()
+                store_part(out_map, s_out, i32(0), row, head, batch)
 
-        return store_part
+        return store
 
-    store_parts = [make_store_part(part) for part in range(4)]
-    store_part0, store_part1, store_part2, store_part3 = store_parts
+    def in_turn(first, second):
+        @inline
+        def both(out16, s_out, staging_row, lane, leader, staging_barrier, out_map, row, head, batch):
+            first(out16, s_out, staging_row, lane, leader, staging_barrier, out_map, row, head, batch)
+            second(out16, s_out, staging_row, lane, leader, staging_barrier, out_map, row, head, batch)
+
+        return both
+
+    store_out = reduce(in_turn, [make_store(part) for part in range(config.out_parts)])
 
     @inline
     def store_lse(lse, row, batch, head, heads, seqlen_q, m, l, scale_log2):
@@ -271,36 +245,21 @@ def build(config: ForwardConfig) -> KernelSource:
                     j = i32(end - i32(1))
                     # In the order of use: the first K, Q, then the K of each next block before the V of the present one.
                     if j >= first:
-                        mbarrier.wait(barrier_of(k_empty, stage), phase)
-                        load_tile(
-                            u32(s_k + u32(stage * u32(k_bytes))), kv_panel_bytes, qk_panels,
-                            k_map, i32(j * i32(kv_block)), kv_head, batch, barrier_of(k_full, stage), k_bytes,
-                        )  # fmt: skip
+                        pipeline.wait(k_empty, stage, phase)
+                        load_k(k_slot(s_k, stage), k_map, pipeline.barrier(k_full, stage), j * i32(kv_block), kv_head, batch)
                     for consumer in range(consumers):
-                        full = u32(q_full + u32(8 * consumer))
-                        row = i32((i32(q_block * i32(q_tile)) + i32(consumer * 64)) // i32(pack))
-                        mbarrier.wait(u32(q_empty + u32(8 * consumer)), q_phase)
-                        mbarrier.expect_bytes(full, u32(q_bytes))
-                        for panel in range(qk_panels):
-                            load_q(
-                                u32(s_q + u32(consumer * q_stride + panel * rows_panel_bytes)),
-                                q_map, i32(panel * 64), i32(0), row, head, batch, full,
-                            )  # fmt: skip
+                        pipeline.wait(q_empty, consumer, q_phase)
+                        row = (q_block * i32(q_tile) + i32(64) * consumer) // i32(pack)
+                        load_q(q_slot(s_q, consumer), q_map, pipeline.barrier(q_full, consumer), i32(0), row, head, batch)
                     q_phase = u32(q_phase ^ u32(1))
                     while j >= first:
                         v_stage, v_phase = stage, phase
                         stage, phase = advance(stage, phase)
                         if j > first:
-                            mbarrier.wait(barrier_of(k_empty, stage), phase)
-                            load_tile(
-                                u32(s_k + u32(stage * u32(k_bytes))), kv_panel_bytes, qk_panels,
-                                k_map, i32(i32(j - i32(1)) * i32(kv_block)), kv_head, batch, barrier_of(k_full, stage), k_bytes,
-                            )  # fmt: skip
-                        mbarrier.wait(barrier_of(v_empty, v_stage), v_phase)
-                        load_tile(
-                            u32(s_v + u32(v_stage * u32(v_bytes))), kv_panel_bytes, v_panels,
-                            v_map, i32(j * i32(kv_block)), kv_head, batch, barrier_of(v_full, v_stage), v_bytes,
-                        )  # fmt: skip
+                            pipeline.wait(k_empty, stage, phase)
+                            load_k(k_slot(s_k, stage), k_map, pipeline.barrier(k_full, stage), (j - i32(1)) * i32(kv_block), kv_head, batch)
+                        pipeline.wait(v_empty, v_stage, v_phase)
+                        load_v(v_slot(s_v, v_stage), v_map, pipeline.barrier(v_full, v_stage), j * i32(kv_block), kv_head, batch)
                         j = i32(j - i32(1))
                     turn = i32(turn + i32(1))
                     tile = i32(tile_of_turn(turn, block, blocks))
@@ -314,8 +273,9 @@ def build(config: ForwardConfig) -> KernelSource:
             my_column = i32((lane & i32(3)) * i32(2))
             s_out = u32(s_out + u32(u32(w) * u32(out_stride)))
             staging_row = i32((thread >> i32(5)) * i32(16) + (lane & i32(15)))
-            q_full = barrier_of(q_full, u32(w))
-            q_empty = barrier_of(q_empty, u32(w))
+            staging_barrier = u32(u32(STAGING) + u32(w))
+            q_full = pipeline.barrier(q_full, w)
+            q_empty = pipeline.barrier(q_empty, w)
             scratch = u32(base + u32(off_scratch))
             operands = Operands(
                 u32(k_major | u32(u32(s_q + u32(u32(w) * u32(q_stride))) >> u32(4))),
@@ -358,14 +318,14 @@ def build(config: ForwardConfig) -> KernelSource:
                     j = i32(my_end - i32(1))
 
                     # The first block: nothing to overlap with. It may reach past the last key.
-                    mbarrier.wait(barrier_of(k_full, stage), phase)
-                    s = wait_scores(scores(operands.q, u32(operands.k + u32(stage * u32(k_bytes >> 4)))))
-                    mbarrier.arrive_where_zero(barrier_of(k_empty, stage), lane)
+                    pipeline.wait(k_full, stage, phase)
+                    s = wait_scores(scores(operands.q, operands.k, stage))
+                    pipeline.release(k_empty, stage, lane)
                     if negative_scale:
                         s = negate(s)
                     last = i32(seqlen_k - i32(1) - j * i32(kv_block) - my_column)
                     s = mask_band(keep_to(s, last, last), j, rows, left, right)
-                    p, m0, m1, l0, l1, a0, a1, h0, h1 = update_softmax(s, m0, m1, l0, l1, scale_log2)
+                    p, m0, m1, l0, l1, a0, a1, h0, h1 = online_softmax(s, m0, m1, l0, l1, scale_log2)
                     p16 = p_to_16bit(p)
                     j = i32(j - i32(1))
 
@@ -395,9 +355,9 @@ def build(config: ForwardConfig) -> KernelSource:
                         mbarrier.arrive_where_zero(q_empty, lane)
                     if rescale_first:
                         acc = rescale(acc, b0, b1)
-                    mbarrier.wait(barrier_of(v_full, stage), phase)
-                    acc = wait_out(add_values(acc, p16, u32(operands.v + u32(stage * u32(v_bytes >> 4)))))
-                    mbarrier.arrive_where_zero(barrier_of(v_empty, stage), lane)
+                    pipeline.wait(v_full, stage, phase)
+                    acc = wait_out(add_values(acc, p16, operands.v, stage))
+                    pipeline.release(v_empty, stage, lane)
                     stage, phase = advance(stage, phase)
                 elif not out_in_q:
                     mbarrier.arrive_where_zero(q_empty, lane)
@@ -413,13 +373,7 @@ def build(config: ForwardConfig) -> KernelSource:
                     store_lse(lse, row1, batch, head, heads, seqlen_q, m1, l1, scale_log2)
                 out16 = out_to_16bit(normalise(acc, inverse0, inverse1))
                 row = i32(row_first // i32(pack))
-                store_part0(out16, s_out, staging_row, lane, leader, w, out_map, row, head, batch)
-                if out_parts > 1:
-                    store_part1(out16, s_out, staging_row, lane, leader, w, out_map, row, head, batch)
-                if out_parts > 2:
-                    store_part2(out16, s_out, staging_row, lane, leader, w, out_map, row, head, batch)
-                if out_parts > 3:
-                    store_part3(out16, s_out, staging_row, lane, leader, w, out_map, row, head, batch)
+                store_out(out16, s_out, staging_row, lane, leader, staging_barrier, out_map, row, head, batch)
                 if out_in_q and leader:
                     tma.wait_stores_read()
                     mbarrier.arrive(q_empty)
