@@ -9,34 +9,21 @@ import timeit
 
 import numpy as np
 import pytest
+from attention import assert_attention, expected
 
 import numbaflash
-from numbaflash import call, dispatch, reference
+from numbaflash import call, dispatch
 from numbaflash.memory import extent, overlaps, overlaps_itself
-from numbaflash.problem import UnsupportedError, make_problem
+from numbaflash.problem import UnsupportedError
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
-TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 1e-5, "float64": 1e-12}
 
 
 def operands(batch=2, seqlen_q=9, seqlen_k=13, heads=4, kv_heads=2, head_dim=16, head_dim_v=24, dtype=np.float32, seed=0):
     rng = np.random.default_rng(seed)
     shapes = ((batch, seqlen_q, heads, head_dim), (batch, seqlen_k, kv_heads, head_dim), (batch, seqlen_k, kv_heads, head_dim_v))
     return tuple(rng.standard_normal(shape).astype(dtype) for shape in shapes)
-
-
-def expected(q, k, v, **options):
-    problem = make_problem(q.shape, k.shape, v.shape, ["float64"] * 3, **options)
-    return reference.forward(problem, *(np.asarray(x, np.float64) for x in (q, k, v)))
-
-
-def assert_attention(result, q, k, v, **options):
-    out, lse = result
-    want_out, want_lse = expected(q, k, v, **options)
-    tolerance = TOLERANCE[out.dtype.name]
-    np.testing.assert_allclose(out.astype(np.float64), want_out, rtol=tolerance, atol=tolerance)
-    np.testing.assert_allclose(lse, want_lse, rtol=tolerance, atol=tolerance)
 
 
 class FakeFamily:
@@ -99,7 +86,7 @@ def test_forward(dtype, options):
     out, lse = numbaflash.forward(q, k, v, return_lse=True, **options)
     assert out.dtype == DTYPES[dtype] and lse.dtype == (np.float64 if dtype == "float64" else np.float32)
     assert out.flags.c_contiguous and lse.flags.c_contiguous
-    assert_attention((out, lse), q, k, v, **options)
+    assert_attention((out, lse), q, k, v, dtype, **options)
     assert np.array_equal(numbaflash.forward(q, k, v, **options), out)
 
 
@@ -486,7 +473,7 @@ def test_merge(dtype, cuts):
     for order in (parts, parts[::-1]):
         out, lse = numbaflash.merge(*(list(x) for x in zip(*order, strict=True)))
         assert out.dtype == DTYPES[dtype] and lse.dtype == parts[0][1].dtype
-        assert_attention((out, lse), q, k, v)
+        assert_attention((out, lse), q, k, v, dtype)
 
 
 def test_merge_is_exact_for_empty_parts():

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from attention import TOLERANCE, assert_attention
 
 import numbaflash
-from numbaflash import arrays, call, dispatch, reference
+from numbaflash import arrays, call, dispatch
 from numbaflash.arrays import numpy as host
 from numbaflash.arrays.streams import stream_handle
-from numbaflash.problem import make_problem
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 torch = pytest.importorskip("torch")
@@ -25,19 +25,6 @@ ROOT = Path(__file__).resolve().parent.parent
 RNG = np.random.default_rng(0)
 Q = RNG.standard_normal((2, 9, 4, 16), np.float32)
 K, V = RNG.standard_normal((2, 13, 2, 16), np.float32), RNG.standard_normal((2, 13, 2, 24), np.float32)
-TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 1e-5, "float64": 1e-12}
-
-
-def expected(q, k, v, **options):
-    problem = make_problem(q.shape, k.shape, v.shape, ["float64"] * 3, **options)
-    return reference.forward(problem, *(np.asarray(x, np.float64) for x in (q, k, v)))
-
-
-def assert_attention(result, q, k, v, dtype="float32", **options):
-    out, lse = (np.asarray(x, np.float64) for x in result)
-    want_out, want_lse = expected(q, k, v, **options)
-    np.testing.assert_allclose(out, want_out, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-    np.testing.assert_allclose(lse, want_lse, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 class Exporter:

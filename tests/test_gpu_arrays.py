@@ -9,10 +9,10 @@ import time
 
 import numpy as np
 import pytest
+from attention import TOLERANCE, assert_attention, expected
 
 import numbaflash
-from numbaflash import call, reference, toolchain
-from numbaflash.problem import make_problem
+from numbaflash import call, toolchain
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the other libraries need memory too
 
@@ -22,18 +22,7 @@ ml_dtypes = pytest.importorskip("ml_dtypes")
 RNG = np.random.default_rng(0)
 Q = RNG.standard_normal((2, 130, 4, 64), np.float32)
 K, V = RNG.standard_normal((2, 200, 2, 64), np.float32), RNG.standard_normal((2, 200, 2, 64), np.float32)
-TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 1e-5, "float64": 1e-12}
 NUMPY = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
-
-
-def expected(q, k, v, **options):
-    problem = make_problem(q.shape, k.shape, v.shape, ["float64"] * 3, **options)
-    return reference.forward(problem, *(np.asarray(x).astype(np.float64) for x in (q, k, v)))
-
-
-def assert_attention(result, q, k, v, dtype="float32", **options):
-    for got, want in zip(result, expected(q, k, v, **options), strict=True):
-        np.testing.assert_allclose(got, want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 class Lib:

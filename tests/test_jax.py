@@ -11,10 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from attention import TOLERANCE, assert_close, expected
 
 import numbaflash
-from numbaflash import call, dispatch, reference
-from numbaflash.problem import UnsupportedError, make_problem
+from numbaflash import call, dispatch
+from numbaflash.problem import UnsupportedError
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -26,7 +27,6 @@ ARRAYS = (
     RNG.standard_normal((2, 13, 2, 16), np.float32),
     RNG.standard_normal((2, 13, 2, 24), np.float32),
 )
-TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 1e-5, "float64": 1e-12}
 
 
 @pytest.fixture(autouse=True)
@@ -37,16 +37,6 @@ def on_the_cpu():
 
 def made(dtype="float32"):
     return [jnp.asarray(x, dtype) for x in ARRAYS]
-
-
-def expected(q, k, v, **options):
-    problem = make_problem(q.shape, k.shape, v.shape, ["float64"] * 3, **options)
-    return reference.forward(problem, *(np.asarray(x).astype(np.float64) for x in (q, k, v)))
-
-
-def assert_close(result, want, dtype="float32"):
-    for got, exact in zip(result, want, strict=True):
-        np.testing.assert_allclose(np.asarray(got).astype(np.float64), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -6,7 +6,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+from ..problem import ITEMSIZE
+
+__all__ = ["ITEMSIZE", "Facts", "Library", "contiguous_strides"]
 
 
 @dataclass(frozen=True, slots=True)

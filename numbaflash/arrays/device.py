@@ -5,6 +5,10 @@ from __future__ import annotations
 import math
 
 import numpy as np
+
+from .. import toolchain  # noqa: F401  first: it lets numba-cuda be imported beside NumPy 2.5
+
+# isort: split
 from numba import cuda
 from numba.cuda import libdevice
 

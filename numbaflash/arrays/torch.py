@@ -9,6 +9,7 @@ import torch
 from torch.autograd import forward_ad
 
 from .base import Facts, Library
+from .streams import LEGACY_DEFAULT
 
 
 def adopt(x, name):
@@ -123,8 +124,9 @@ class Torch(Library):
 
     def used_on(self, stream, arrays):
         for x in arrays:
-            if stream != torch.cuda.current_stream(x.device).cuda_stream:
-                x.record_stream(torch.cuda.ExternalStream(stream, x.device))
+            external = _external(stream, x.device)
+            if external.cuda_stream != torch.cuda.current_stream(x.device).cuda_stream:
+                x.record_stream(external)
 
     def written(self, x):
         torch.autograd.graph.increment_version(x)
@@ -136,9 +138,13 @@ class Torch(Library):
         return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
+def _external(stream, device):
+    return torch.cuda.ExternalStream(0 if stream == LEGACY_DEFAULT else stream, device)
+
+
 def _on(device, stream):
     """The given stream current; every torch operation is on the device of its tensors anyway."""
-    return nullcontext() if stream is None else torch.cuda.stream(torch.cuda.ExternalStream(stream, device))
+    return nullcontext() if stream is None else torch.cuda.stream(_external(stream, device))
 
 
 TORCH = Torch()
