@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import random
 from dataclasses import dataclass
 
 import hypothesis
@@ -17,14 +18,15 @@ import pytest
 
 import numbaflash
 from numbaflash import dispatch, testing
-from numbaflash.testing import libraries
+from numbaflash.testing import ahead, libraries
 from numbaflash.testing.values import encode
 
 SHARED = {"deadline": None, "database": None, "suppress_health_check": list(hypothesis.HealthCheck), "print_blob": True}
 hypothesis.settings.register_profile("ci", derandomize=True, max_examples=40, **SHARED)
 hypothesis.settings.register_profile("fuzz", derandomize=False, max_examples=2000, **SHARED)
 hypothesis.settings.register_profile("simulator", derandomize=True, max_examples=6, **SHARED)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
+hypothesis.settings.load_profile(PROFILE)
 
 NO_GPU = "no CUDA device"
 
@@ -62,8 +64,36 @@ class Target:
         bounds = {"max_seqlen": 24, "work": 2**9} if self.small else {}
         return testing.problems_for(self.family, self.device, **(bounds | options))
 
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.kind == "cuda"
+
+    def build(self, cases) -> None:
+        """Build the kernels of many cases in parallel; nothing on the CPU, where a few kernels serve all."""
+        if self.on_gpu:
+            ahead.build(cases, self.device, self.family, self.library)
+
     def run(self, case, **options) -> testing.Accuracy:
         return testing.run_case(case, self.family, self.library, **options)
+
+    def run_random(self, strategy, *, examples: int, seed: int = 0) -> None:
+        """`run` on cases that Hypothesis draws, the kernels of all of them built in parallel first."""
+        examples = max(examples, hypothesis.settings().max_examples) if PROFILE == "fuzz" else examples
+        seed = seed if PROFILE != "fuzz" else random.SystemRandom().randrange(2**32)
+        if self.on_gpu:
+            self.build(ahead.draw(strategy, seed, examples))
+
+        @hypothesis.seed(seed)
+        @hypothesis.settings(ahead.search_settings(), max_examples=examples)
+        @hypothesis.given(strategy)
+        def run(case):
+            try:
+                self.run(case)
+            except numbaflash.UnsupportedError:
+                reasons = dispatch.family(self.family).supports(case.problem, self.device)
+                assert reasons, "what a family cannot do, it says itself"
+
+        run()
 
     def array(self, values, dtype: str):
         """An array of the library holding float64 values rounded to a dtype."""

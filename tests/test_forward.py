@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import numbaflash
-from numbaflash import UnsupportedError, dispatch
+from numbaflash import dispatch
 from numbaflash.problem import DTYPES
 from numbaflash.testing import RECIPES, Case, Placement, problems, run_case
 
@@ -48,47 +48,40 @@ GRID = {
 }
 
 
-def supported(target, case):
-    """The problem of a case, or a skip where the family has no kernel for it."""
-    reasons = dispatch.family(target.family).supports(case.problem, target.device)
+DIMS = ((1, 1), (8, 8), (17, 5), (32, 32), (40, 72), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (255, 1), (8, 256))
+
+CASES = {f"{dtype} {name}": Case(dtype=dtype, **options) for dtype in DTYPES for name, options in GRID.items()}
+CASES |= {
+    f"{dtype} head dims {dims[0]}, {dims[1]}": Case(
+        dtype=dtype, seqlen_q=70, seqlen_k=140, heads=2, kv_heads=1, head_dim=dims[0], head_dim_v=dims[1], causal=True
+    )
+    for dtype in DTYPES
+    for dims in DIMS
+}
+CASES |= {
+    f"{dtype} {values} values": Case(dtype=dtype, seqlen_q=90, seqlen_k=260, heads=2, values=values, causal=True, seed=3)
+    for dtype in DTYPES
+    for values in RECIPES
+}
+
+
+@pytest.fixture(scope="session")
+def built(target):
+    """The target, its kernels for all named cases built in parallel."""
+    target.build(CASES.values())
+    return target
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_named(built, name):
+    reasons = dispatch.family(built.family).supports(CASES[name].problem, built.device)
     if reasons:
-        pytest.skip(f"{target.family}: {reasons[0]}")
+        pytest.skip(f"{built.family}: {reasons[0]}")
+    built.run(CASES[name])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", GRID)
-def test_grid(target, name, dtype):
-    case = Case(dtype=dtype, **GRID[name])
-    supported(target, case)
-    target.run(case)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "dims", [(1, 1), (8, 8), (17, 5), (32, 32), (40, 72), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (255, 1), (8, 256)]
-)
-def test_head_dims(target, dims, dtype):
-    case = Case(dtype=dtype, seqlen_q=70, seqlen_k=140, heads=2, head_dim=dims[0], head_dim_v=dims[1], causal=True)
-    supported(target, case)
-    target.run(case)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("values", RECIPES)
-def test_values(target, values, dtype):
-    case = Case(dtype=dtype, seqlen_q=90, seqlen_k=260, heads=2, values=values, causal=True, seed=3)
-    supported(target, case)
-    target.run(case)
-
-
-@settings(max_examples=150)
-@given(data=st.data())
-def test_random(target, data):
-    case = data.draw(target.problems())
-    try:
-        target.run(case)
-    except UnsupportedError:
-        assert dispatch.family(target.family).supports(case.problem, target.device), "the family says itself what it cannot do"
+def test_random(target):
+    target.run_random(target.problems(), examples=100)
 
 
 @pytest.mark.parametrize("library", ["torch", "jax"])
