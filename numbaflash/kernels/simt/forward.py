@@ -23,6 +23,7 @@ from numbaflash.toolchain import KernelSource
 from . import tiles
 from .config import Config
 
+
 def build(config: Config) -> KernelSource:
     """The kernel of a config.
 
