@@ -7,7 +7,9 @@ Such a library cannot be asked for new memory, so results are NumPy arrays for h
 from __future__ import annotations
 
 import ctypes
+import importlib
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,25 +53,31 @@ class Lender(Library):
         from ..api import forward
 
         given = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
-        lent, stream = self.borrow(given, stream)
-        result = forward(stream=stream, **lent, **options)
+        with self.borrowed(given, stream) as (lent, stream):
+            result = forward(stream=stream, **lent, **options)
         return _as_given(result, {lent[name]: given[name] for name in ("out", "lse") if given[name] is not None})
 
-    def borrow(self, given, stream=None):
-        """Borrow every array that is not None, ready on one stream; returns that stream too (as given for host memory)."""
+    @contextmanager
+    def borrowed(self, given: dict, stream=None):
+        """Borrow every array that is not None, for work on the one stream that is told beside them (as given for host memory).
+
+        That stream waits for the streams that arrays are bound to, and they for it afterwards; the host waits for nothing.
+        """
         target = None if stream is None else stream_handle(stream) or LEGACY_DEFAULT
         lent = {name: None if x is None else borrow(x, name, target) for name, x in given.items()}
         on_device = [b for b in lent.values() if b is not None and b.facts.kind == "cuda"]
-        if on_device:
-            if target is None:
-                target = next((b.stream for b in on_device if b.stream is not None), LEGACY_DEFAULT)
-            index = next((b.facts.index for b in on_device if b.facts.index is not None), 0)
-            for ready in {b.stream for b in on_device} - {None, target}:
-                from .device import wait
-
-                wait(index, target, ready)
-            stream = target
-        return lent, stream
+        if not on_device:
+            yield lent, stream
+            return
+        if target is None:
+            target = next((b.stream for b in on_device if b.stream is not None), LEGACY_DEFAULT)
+        index = next((b.facts.index for b in on_device if b.facts.index is not None), 0)
+        others = {b.stream for b in on_device} - {None, target}
+        for other in others:
+            device().wait(index, target, other)
+        yield lent, target
+        for other in others:
+            device().wait(index, other, target)
 
     def describe(self, x, name):
         return borrow(x, name, None).facts
@@ -77,17 +85,22 @@ class Lender(Library):
     def merge(self, outs, lses):
         from .. import merging
 
-        lent, stream = self.borrow({f"outs[{i}]": x for i, x in enumerate(outs)} | {f"lses[{i}]": x for i, x in enumerate(lses)})
-        facts = {name: b.facts for name, b in lent.items()}
-        merging.check(facts)
-        outs, lses = list(facts.values())[: len(outs)], list(facts.values())[len(outs) :]
-        if outs[0].kind == "cpu":
-            return merging.merge([host.typed_view(x) for x in outs], [host.typed_view(x) for x in lses])
-        from .device import empty, merge
+        given = {f"outs[{i}]": x for i, x in enumerate(outs)} | {f"lses[{i}]": x for i, x in enumerate(lses)}
+        with self.borrowed(given) as (lent, stream):
+            facts = {name: b.facts for name, b in lent.items()}
+            merging.check(facts)
+            outs, lses = list(facts.values())[: len(outs)], list(facts.values())[len(outs) :]
+            if outs[0].kind == "cpu":
+                return merging.merge([host.typed_view(x) for x in outs], [host.typed_view(x) for x in lses])
+            made = [device().empty(x.index or 0, x.shape, host.dtype_of(x.dtype), stream) for x in (outs[0], lses[0])]
+            out, lse = (_row_major(like, MEMORY.address(x)) for like, x in zip((outs[0], lses[0]), made, strict=True))
+            device().merge(outs, lses, out, lse, stream)
+            return tuple(made)
 
-        out, lse = (empty(x.index, x.shape, host.dtype_of(x.dtype), stream) for x in (outs[0], lses[0]))
-        merge(outs, lses, *(_row_major(like, MEMORY.address(made)) for like, made in ((outs[0], out), (lses[0], lse))), stream)
-        return out, lse
+
+def device():
+    """The module that works on CUDA memory: imported late, because it imports numba.cuda."""
+    return importlib.import_module(".device", __package__)
 
 
 def _as_given(result, originals):
@@ -239,19 +252,15 @@ class Memory(Library):
         dtype = host.dtype_of(dtype)
         if like.facts.kind == "cpu":
             return lambda stream: np.empty(shape, dtype)
-        from .device import empty
-
-        index = like.facts.index or 0
+        index, empty = like.facts.index or 0, device().empty
         return lambda stream: empty(index, shape, dtype, stream)
 
     def contiguous(self, x, stream):
         facts = x.facts
         if facts.kind == "cpu":
             return np.array(host.bits_view(facts), order="C")
-        from .device import copy, empty
-
-        made = empty(facts.index, facts.shape, np.dtype(f"u{ITEMSIZE[facts.dtype]}"), stream)  # the bits are copied, whatever they mean
-        copy(_row_major(facts, self.address(made)), facts, stream)
+        made = device().empty(facts.index, facts.shape, np.dtype(f"u{ITEMSIZE[facts.dtype]}"), stream)  # the bits are copied, whatever they mean
+        device().copy(_row_major(facts, self.address(made)), facts, stream)
         return made
 
     def assign(self, target, source, stream):
@@ -260,9 +269,7 @@ class Memory(Library):
         if facts.kind == "cpu":
             np.copyto(host.bits_view(facts), host.bits_view(row_major))
         else:
-            from .device import copy
-
-            copy(facts, row_major, stream)
+            device().copy(facts, row_major, stream)
 
 
 def _row_major(facts, address):
