@@ -206,7 +206,11 @@ class Case:
 
     def to_json(self) -> str:
         """One line of JSON; `from_json` is its inverse."""
-        return json.dumps({name: value for name, value in asdict(self).items() if value != _DEFAULTS[name]})
+        plain = asdict(Placement())
+        data = {name: value for name, value in asdict(self).items() if value != _DEFAULTS[name]}
+        for name in set(OPERANDS) & set(data):
+            data[name] = {key: value for key, value in data[name].items() if value != plain[key]}
+        return json.dumps(data)
 
     @classmethod
     def from_json(cls, text: str) -> Case:

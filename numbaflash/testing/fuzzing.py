@@ -287,7 +287,7 @@ class _Search:
         data = {"case": json.loads(case.to_json()), "family": self.family, "library": self.library}
         if self.error is not None:
             data["error"] = f"{type(self.error).__name__}: {self.error}"
-        return json.dumps(data, indent=1) + "\n"
+        return "{\n" + ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in data.items()) + "\n}\n"
 
     def _print(self, text):
         print(text, file=self.file, flush=True)
