@@ -11,7 +11,8 @@ from ...problem import Problem
 MAX_SHARED = 232448  # bytes of shared memory that a block may have on sm_90
 ALIGNMENT = 1024  # of every tile: the 128-byte swizzle repeats every eight rows of 128 bytes
 ELEMENTS = {"float16": "f16", "bfloat16": "bf16"}
-REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160), 4: (24, 112)}  # of producer and consumer threads, by number of consumers
+REGISTERS = {2: (24, 240), 3: (32, 160), 4: (24, 112)}  # of producer and consumer threads, by number of consumers
+ROOMY_PRODUCER = (40, 232)  # where the addresses of many panels would spill from 24 registers
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class ForwardConfig:
         Rows of a block's query tile, 64 a consumer warpgroup.
     kv_block : int
         Keys of a step of the main loop, a multiple of 16.
+    registers : (int, int)
+        A producer thread keeps the first number, a consumer thread gets the second.
     stages : int
         K and V blocks in flight.
     left, right : bool
@@ -52,6 +55,7 @@ class ForwardConfig:
     head_dim_v: int
     q_tile: int
     kv_block: int
+    registers: tuple[int, int] = REGISTERS[2]
     stages: int = 2
     left: bool = False
     right: bool = False
@@ -70,14 +74,6 @@ class ForwardConfig:
     @property
     def threads(self) -> int:
         return 128 * (self.consumers + 1)
-
-    @property
-    def producer_registers(self) -> int:
-        return REGISTERS[self.consumers][0]
-
-    @property
-    def consumer_registers(self) -> int:
-        return REGISTERS[self.consumers][1]
 
     @property
     def padded_head_dim(self) -> int:
@@ -190,6 +186,7 @@ def forward_config(problem: Problem) -> ForwardConfig:
         head_dim_v=dv,
         left=problem.left is not None,
         right=problem.right is not None,
+        registers=ROOMY_PRODUCER if widest > 128 and d != dv else REGISTERS[tiles["q_tile"] // 64],
         pack=packed_heads(problem),
         negative_scale=problem.scale < 0,
         **tiles,

@@ -76,7 +76,7 @@ def build(config: ForwardConfig) -> KernelSource:
     load_q = tma.load_panels(5, qk_panels, rows_panel_bytes)
     load_k, load_v = tma.load_panels(4, qk_panels, kv_panel_bytes), tma.load_panels(4, v_panels, kv_panel_bytes)
     advance, k_slot, v_slot, q_slot = pipeline.advance(stages), pipeline.slot(k_bytes), pipeline.slot(v_bytes), pipeline.slot(q_stride)
-    fewer_registers, more_registers = warp.decrease_registers(config.producer_registers), warp.increase_registers(config.consumer_registers)
+    fewer_registers, more_registers = warp.decrease_registers(config.registers[0]), warp.increase_registers(config.registers[1])
     k_major, mn_major = u32(wgmma.descriptor_low()), u32(wgmma.descriptor_low(kv_panel_bytes))
 
     @inline
