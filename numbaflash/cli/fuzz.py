@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from ..dispatch import FAMILIES
 from ..problem import DTYPES
@@ -50,4 +54,22 @@ def run(arguments: argparse.Namespace) -> int:
             if chosen:
                 raise CommandError(f"--replay runs one case, without a search; leave out {', '.join(chosen)}")
             return testing.replay(arguments.replay, arguments.family, arguments.library, device=arguments.device)
-        return testing.fuzz(family=arguments.family, library=arguments.library, device=arguments.device, **chosen)
+        with _ending_at_once(Path(f"{arguments.failure or 'numbaflash-fuzz.json'}.running")):
+            return testing.fuzz(family=arguments.family, library=arguments.library, device=arguments.device, **chosen)
+
+
+@contextmanager
+def _ending_at_once(running: Path):
+    """An interrupt ends the process where it is: Hypothesis loses a KeyboardInterrupt that comes in one of its callbacks."""
+
+    def end(number, frame):
+        with suppress(OSError):
+            running.unlink()
+        os.write(2, b"numbaflash: interrupted\n")
+        os._exit(130)
+
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
