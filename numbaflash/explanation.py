@@ -22,7 +22,7 @@ class Explanation:
     plan : Plan or None
         None when the result has no element, so that nothing is launched.
     resources : dict
-        Registers, spills and the like of the kernel, as its family counts them.
+        Registers, spills and the like of the kernel, as its family counts them; "error" alone where that needs a tool that is missing.
     families : dict of str to tuple of str
         Every other family with the reasons why it was not chosen.
     """
@@ -104,4 +104,14 @@ def explain_plan(plan: dispatch.Plan) -> Explanation:
         if name != plan.family:
             reasons = plan.rejected.get(name) or dispatch.family(name).supports(plan.problem, plan.device)
             families[name] = tuple(reasons) or (f"{plan.family} is preferred",)
-    return Explanation(plan.problem, plan.device, plan, dispatch.family(plan.family).resources(plan), families)
+    return Explanation(plan.problem, plan.device, plan, _resources(plan), families)
+
+
+def _resources(plan: dispatch.Plan) -> dict[str, Any]:
+    """What the family counts; the reason under "error" where ptxas or the compiler is not installed."""
+    from .toolchain import CompileError, ToolMissingError
+
+    try:
+        return dispatch.family(plan.family).resources(plan)
+    except (CompileError, ToolMissingError) as error:
+        return {"error": " ".join(str(error).split())}

@@ -233,6 +233,32 @@ def test_explain_for_a_gpu_that_is_not_there(capsys, dtype, family):
     assert re.search(rf"family\W+{family}", out)
 
 
+def test_explain_without_the_compilers_libraries(capsys, monkeypatch, tmp_path):
+    from numbaflash.toolchain import compile as compiler
+    from numbaflash.toolchain import resources
+
+    class DynamicLibNotFoundError(RuntimeError):
+        pass
+
+    def missing(*arguments):
+        raise DynamicLibNotFoundError("no libnvvm")
+
+    monkeypatch.setenv("NUMBAFLASH_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiler, "_numba_ptx", missing)
+    shape = ("--dtype", "float32", "--head-dim", "24", "--device", "sm_86")
+    status, out, _ = command(capsys, "explain", *shape)
+    assert status == 0 and re.search(r"resources +error could not compile .*no libnvvm\. Hint: .*pip install 'numba-cuda\[cu13\]'", out), out
+
+    def no_tool(name):
+        raise resources.ToolMissingError(f"{name} was not found")
+
+    monkeypatch.undo()
+    monkeypatch.setattr(resources, "find_tool", no_tool)
+    resources._assemble.cache_clear()
+    status, out, _ = command(capsys, "explain", *shape)
+    assert status == 0 and re.search(r"resources +error ptxas was not found", out), out
+
+
 def test_support_table(capsys):
     status, out, _ = command(capsys, "support")
     assert status == 0 and out.startswith("| family |") and "`cpu`" in out

@@ -447,4 +447,4 @@ def test_import_is_light():
         "try: t.problems\nexcept ImportError as e: print(e)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "numbaflash.testing needs Hypothesis here: pip install 'numbaflash[test]'"
+    assert done.stdout.strip() == "numbaflash.testing needs Hypothesis here: pip install hypothesis"

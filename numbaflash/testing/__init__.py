@@ -1,6 +1,6 @@
 """Attention problems to test kernels with: complete cases, the exact results, the accuracy rule, and random search.
 
-Needs NumPy alone, except `problems`, `problems_for`, `placements` and `fuzz`, which need Hypothesis (``pip install 'numbaflash[test]'``).
+Needs NumPy alone, except `problems`, `problems_for`, `placements` and `fuzz`, which need Hypothesis (``pip install hypothesis``).
 
 `Case`
     One problem with everything that decides a run; plain data, the same bits everywhere.

@@ -8,7 +8,7 @@ from dataclasses import replace
 try:
     from hypothesis import strategies as st
 except ImportError as error:
-    raise ImportError("numbaflash.testing needs Hypothesis here: pip install 'numbaflash[test]'") from error
+    raise ImportError("numbaflash.testing needs Hypothesis here: pip install hypothesis") from error
 
 from ..dispatch import CPU, OPERANDS, family
 from ..problem import DTYPES, MAX_HEAD_DIM, make_problem

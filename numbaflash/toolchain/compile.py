@@ -187,7 +187,13 @@ def build(request: KernelRequest, entry: str | None = None) -> Ptx:
             text = _numba_ptx(source, request.arch)
             return finish(text, source, request.arch, entry or _entry_label(request, hashlib.sha256(repr(request).encode()).hexdigest()))
         except Exception as error:
-            raise CompileError(f"could not compile {request}: {type(error).__name__}: {error}") from error
+            raise CompileError(f"could not compile {request}: {type(error).__name__}: {error}{_hint(error)}") from error
+
+
+def _hint(error) -> str:
+    """What to do when NVIDIA's compiler libraries are not installed."""
+    missing = type(error).__name__ in ("DynamicLibNotFoundError", "NvvmSupportError", "NvrtcSupportError")
+    return ". Hint: the compiler's CUDA parts are missing; pip install 'numba-cuda[cu13]', or [cu12] for an older driver" if missing else ""
 
 
 def _numba_ptx(source, arch) -> str:
