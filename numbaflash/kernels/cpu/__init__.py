@@ -21,17 +21,15 @@ def plan(problem: Problem, layouts: Layouts, device: Device) -> Plan:
     """Choose tiles and threads; nothing is compiled."""
     from . import config, launch
 
-    threads = launch.available_threads()
-    choice = config.choose(problem, threads)
-    items = config.work_items(problem, choice)
+    choice = config.choose(problem, launch.available_threads())
     return Plan(
         family="cpu",
         problem=problem,
         device=device,
         layouts=layouts,
         config=choice,
-        grid=(items,),
-        threads=config.useful_threads(problem, items, threads),
+        grid=(config.work_items(problem, choice),),
+        threads=choice.threads,
     )
 
 

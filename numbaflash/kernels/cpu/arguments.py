@@ -34,6 +34,7 @@ ARGUMENTS = np.dtype([("score_scale", np.float64), *((name, np.int64) for name i
 keys, all in bytes.
 """
 
+
 def arguments(problem, layouts, config: CpuConfig) -> np.ndarray:
     """The prepared arguments of a launch, an array of one record of `ARGUMENTS`."""
     kernel = config.kernel

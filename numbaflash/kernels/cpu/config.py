@@ -6,7 +6,21 @@ from dataclasses import dataclass
 
 from ...problem import Problem
 from . import target
-from .convert import COMPUTE
+from .convert import COMPUTE, ITEMSIZE
+
+REGISTER_TILE = {  # (registers, their bytes): (vectors, rows). 8 x 2, 4 x 4 and 8 x 3 are equally fast with AVX-512
+    (32, 64): (2, 8),  # 98% of the peak; 12 x 2 95%
+    (32, 16): (3, 8),  # not measured; four units with a latency of 4 want 16 sums in flight
+    (16, 32): (3, 4),  # 97%; 6 x 2 95%, 4 x 2 and 12 x 1 90%
+    (16, 16): (3, 4),
+}
+KV_TILE = 64  # 64 x 32 scores are 8 KiB and lie in L1 beside 32 packed queries of 128 numbers (16 KiB)
+MAX_Q_TILE = 512
+Q_TILE_BYTES = 512 * 1024  # packed queries and output of a tile: half of an L2 cache of 1 MiB
+PACKING_ROWS = 10  # packing a number of K or V takes 0.3 cycles, a row of queries 1/32 cycle for each
+PART_KEYS = 256
+FLOPS, BYTES_PER_SECOND = 1.2e11, 2e10  # of a core, roughly
+THREAD_WORK = 30e-6  # seconds; waking a thread takes 5 to 10 microseconds, on a busy machine much more
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +82,15 @@ class CpuConfig:
         Keys that are packed and computed at a time, a multiple of the kernel's key step.
     splits : int
         Parts into which the keys of a work item are split, each a work item of its own; they are merged after.
+    threads : int
+        Threads that the launch is worth.
     """
 
     kernel: Kernel
     q_tile: int
     kv_tile: int
     splits: int = 1
+    threads: int = 1
 
 
 def choose(problem: Problem, threads: int) -> CpuConfig:
@@ -87,16 +104,48 @@ def choose(problem: Problem, threads: int) -> CpuConfig:
     """
     rows = problem.seqlen_q * problem.group
     kernel = choose_kernel(problem.dtype, rows)
+    threads = useful_threads(problem, kernel, threads)
     heads = problem.batch * problem.kv_heads
-    kv_tile = round_up(64, kernel.key_step)
-    q_tile = min(round_up(rows, kernel.panel), max(1, 512 // kernel.panel) * kernel.panel)
-    while q_tile > kernel.panel and heads * -(-rows // q_tile) < 4 * threads:
-        q_tile = round_up(q_tile // 2, kernel.panel)
+    q_tile = choose_q_tile(problem, kernel, rows, heads, threads)
     items = heads * -(-rows // q_tile)
     splits = 1
-    if items < threads:
-        splits = max(1, min(-(-threads // items), problem.seqlen_k // (4 * kv_tile)))
-    return CpuConfig(kernel, q_tile, kv_tile, splits)
+    if items < threads:  # parts of at least PART_KEYS keys
+        splits = max(1, min(-(-threads // items), problem.seqlen_k // PART_KEYS))
+    return CpuConfig(kernel, q_tile, KV_TILE, splits, min(threads, items * splits))
+
+
+def choose_q_tile(problem, kernel, rows, heads, threads) -> int:
+    """The tile that finishes first when equal work items are dealt to the threads.
+
+    A tile of t rows costs t + PACKING_ROWS: keys and values are packed once a tile. Few rows are not divided: their keys
+    and values are read once.
+    """
+    if kernel.form == "rows":
+        return rows
+    columns = problem.head_dim + problem.head_dim_v
+    most = max(kernel.panel, min(MAX_Q_TILE, Q_TILE_BYTES // (columns * COMPUTE[problem.dtype].bitwidth // 8)))
+    tiles = []
+    tile = kernel.panel
+    while tile <= most:
+        rounds = -(-heads * -(-rows // tile) // threads)
+        tiles.append((rounds * (tile + PACKING_ROWS), -tile))
+        if tile >= rows:
+            break
+        tile *= 2
+    return -min(tiles)[1]
+
+
+def useful_threads(problem: Problem, kernel: Kernel, threads: int) -> int:
+    """Threads that a launch is worth: waking them takes some microseconds, so each must have `THREAD_WORK` to do."""
+    keys = problem.seqlen_k
+    if problem.left is not None and problem.right is not None:
+        keys = min(keys, max(0, problem.left + problem.right + 1))
+    columns = problem.head_dim + problem.head_dim_v
+    if kernel.form == "panels":
+        seconds = 2 * problem.batch * problem.heads * problem.seqlen_q * keys * columns / FLOPS
+    else:
+        seconds = problem.batch * problem.kv_heads * keys * columns * ITEMSIZE[problem.dtype] / BYTES_PER_SECOND
+    return max(1, min(threads, int(seconds / THREAD_WORK)))
 
 
 def choose_kernel(dtype: str, rows: int) -> Kernel:
@@ -106,17 +155,12 @@ def choose_kernel(dtype: str, rows: int) -> Kernel:
         return Kernel("rows", dtype, lanes, 4, 1)
     if rows <= lanes:
         return Kernel("panels", dtype, lanes, 1, 8)
-    return Kernel("panels", dtype, lanes, 2, 8 if target.vector_registers() == 32 else 4)
+    return Kernel("panels", dtype, lanes, *REGISTER_TILE[target.vector_registers(), target.vector_bytes()])
 
 
 def work_items(problem: Problem, config: CpuConfig) -> int:
     """Work items of a launch: (query tile, batch, key/value head, part of the keys)."""
     return -(-problem.seqlen_q * problem.group // config.q_tile) * problem.batch * problem.kv_heads * config.splits
-
-
-def useful_threads(problem: Problem, items: int, threads: int) -> int:
-    """Threads that a launch is worth."""
-    return max(1, min(items, threads))
 
 
 def round_up(n: int, multiple: int) -> int:

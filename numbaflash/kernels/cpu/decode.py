@@ -113,9 +113,11 @@ def build(kernel: Kernel):
         batch, kv_head, first_row, split = place_of(args, item)
         n_rows = rows_of(args, first_row)
         q_head = q + batch * args.q_batch + kv_head * args.group * args.q_head
+        query_bytes, output_bytes = args.key_columns * itemsize, args.value_columns * itemsize
         tile_first, tile_last = args.seqlen_k, 0
         for r in range(n_rows):
-            load_row(args, row_address(args, q_head, args.q_row, args.q_head, first_row + r), work + args.at_queries + r * args.key_columns * itemsize)
+            source = row_address(args, q_head, args.q_row, args.q_head, first_row + r)
+            load_row(args, source, work + args.at_queries + r * query_bytes)
             lo, hi = band(args, first_row + r)
             store_int32(work + args.at_first + r * 4, lo)
             store_int32(work + args.at_last + r * 4, hi)
@@ -123,8 +125,8 @@ def build(kernel: Kernel):
                 tile_first, tile_last = min(tile_first, lo), max(tile_last, hi)
             store_number(work + args.at_m + r * itemsize, minus_inf)
             store_number(work + args.at_l + r * itemsize, zero)
-        for i in range(0, n_rows * args.value_columns, lanes):
-            store(work + args.at_output + i * itemsize, splat(zero))
+        for i in range(0, n_rows * output_bytes, vector_bytes):
+            store(work + args.at_output + i, splat(zero))
         tile_first, tile_last = part_of_keys(args, tile_first, tile_last, split)
         scores, alpha = work + args.at_scores, work + args.at_alpha
         keys_in_place = args.k_dim == stored_size and args.key_columns == args.head_dim
@@ -135,15 +137,15 @@ def build(kernel: Kernel):
             values, value_stride = v + batch * args.v_batch + block * args.v_row + kv_head * args.v_head, args.v_row
             if not keys_in_place:
                 pack(keys, args.k_row, args.k_dim, n_keys, args.head_dim, work + args.at_keys, n_keys, args.key_columns)
-                keys, key_stride = work + args.at_keys, args.key_columns * itemsize
+                keys, key_stride = work + args.at_keys, query_bytes
             if not values_in_place:
                 pack(values, args.v_row, args.v_dim, n_keys, args.head_dim_v, work + args.at_values, n_keys, args.value_columns)
-                values, value_stride = work + args.at_values, args.value_columns * itemsize
+                values, value_stride = work + args.at_values, output_bytes
             for r in range(n_rows):
                 begin = max(0, load_int32(work + args.at_first + r * 4) - block)
                 end = min(n_keys, load_int32(work + args.at_last + r * 4) - block)
                 if begin < end:
-                    query, output = work + args.at_queries + r * args.key_columns * itemsize, work + args.at_output + r * args.value_columns * itemsize
+                    query, output = work + args.at_queries + r * query_bytes, work + args.at_output + r * output_bytes
                     m, l = work + args.at_m + r * itemsize, work + args.at_l + r * itemsize
                     top = compute_scores(keys, key_stride, keys_in_place, args.key_columns // lanes, n_keys, query, scores, begin, end)
                     update_softmax(scores, begin, end, top, m, l, alpha)

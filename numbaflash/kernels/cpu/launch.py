@@ -15,20 +15,29 @@ from . import cache, decode, driver, forward
 from .arguments import ARGUMENTS, arguments
 from .config import Kernel
 
+ONLY_PRANGE = dict.fromkeys(("comprehension", "reduction", "inplace_binop", "setitem", "numpy", "stencil", "fusion"), False) | {"prange": True}
+"""Not even an array of zeros is made by several threads: a launch on one thread must not touch the pool."""
+
 BUILD = {"panels": forward.build, "rows": decode.build}
 
 _compiling = threading.Lock()
 _launching = threading.Lock()
+_pool_lost = False
 
 
-def _renew_locks():
-    """A fork may happen while another thread holds a lock; the child has only the forking thread."""
-    global _compiling, _launching
+def _after_fork():
+    """The child has only the forking thread: no holder of a lock, and no pool where its parent had one.
+
+    Numba's OpenMP layer ends a child that uses the parent's pool, and its own layer waits forever.
+    """
+    global _compiling, _launching, _pool_lost
     _compiling, _launching = threading.Lock(), threading.Lock()
+    with contextlib.suppress(ValueError):  # no pool yet: the child makes its own
+        _pool_lost = numba.threading_layer() != "tbb"
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_locks)
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def available_threads() -> int:
@@ -48,7 +57,7 @@ def _compile_kernel(kernel: Kernel) -> CFunc:
 
 @functools.cache
 def _compile_driver():
-    run = numba.njit(nogil=True, parallel=True, error_model="numpy")(driver.run)
+    run = numba.njit(nogil=True, parallel=ONLY_PRANGE, error_model="numpy")(driver.run)
     run._cache = cache.KernelCache("driver")
     record = numba.from_dtype(ARGUMENTS)
     run.compile(types.void(types.int64, types.Array(record, 1, "C"), *[types.int64] * 6))
@@ -74,7 +83,7 @@ def prepare(plan):
     most = plan.threads
 
     def launch(q, k, v, out, lse, stream):
-        threads = 1 if most == 1 else min(most, numba.get_num_threads())
+        threads = 1 if most == 1 or _pool_lost else min(most, numba.get_num_threads())
         if threads == 1:
             run(address, args, q, k, v, out, lse, 1)
         else:
