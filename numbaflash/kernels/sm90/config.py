@@ -32,6 +32,8 @@ class ForwardConfig:
         A producer thread keeps the first number, a consumer thread gets the second.
     stages : int
         K and V blocks in flight.
+    q_stages : int
+        Q tiles in flight: with 2, the next tile's Q comes while the present one is still in use.
     left, right : bool
         Whether the band is bounded there.
     pack : int
@@ -57,6 +59,7 @@ class ForwardConfig:
     kv_block: int
     registers: tuple[int, int] = REGISTERS[2]
     stages: int = 2
+    q_stages: int = 1
     left: bool = False
     right: bool = False
     pack: int = 1
@@ -120,12 +123,12 @@ class SharedMemory:
         k_bytes, v_bytes = qk_panels * kv_panel, v_panels * kv_panel
         q_stride = max(q_bytes, out_bytes) if config.out_in_q else q_bytes
         out_stride = q_stride if config.out_in_q else out_bytes
-        k = config.consumers * q_stride
+        k = config.q_stages * config.consumers * q_stride
         v = k + config.stages * k_bytes
         after = v + config.stages * v_bytes
         out = 0 if config.out_in_q else after
         barriers = after if config.out_in_q else after + config.consumers * out_bytes
-        scratch = barriers + 8 * (2 * config.consumers + 4 * config.stages)
+        scratch = barriers + 8 * (2 * config.q_stages * config.consumers + 4 * config.stages)
         return cls(
             qk_panels, v_panels, out_panels, rows_panel, kv_panel, q_bytes, q_stride, out_stride, k_bytes, v_bytes,
             q=0, k=k, v=v, out=out, barriers=barriers, scratch=scratch, total=scratch + 16 + ALIGNMENT,
@@ -165,21 +168,24 @@ def forward_config(problem: Problem) -> ForwardConfig:
     d, dv = problem.head_dim, problem.head_dim_v
     widest = max(d, dv)
     banded = problem.left is not None or problem.right is not None
-    tiles = {"q_tile": 128, "kv_block": 128}
-    if widest <= 64:
+    tiles = {"q_tile": 128, "kv_block": 128, "q_stages": 2}
+    if widest <= 64 and problem.seqlen_k <= 768:
+        # Four consumers and short blocks: a short sequence has no rows to waste, and few steps to fill.
+        tiles = {"q_tile": 256, "kv_block": 64, "stages": 4, "q_stages": 2, "hold": 0}
+    elif widest <= 64:
         # Three consumers: the exponentials, not the products, are the bottleneck, and more warps hide them.
-        tiles = {"q_tile": 192, "kv_block": 128, "stages": 3}
+        tiles = {"q_tile": 192, "kv_block": 128, "stages": 3, "q_stages": 2, "hold": 8}
     elif widest <= 128:
         # Long sequences have the steps to fill a longer block; a band wants finer ones.
-        if not banded and problem.seqlen_k >= 4096:
-            tiles["kv_block"] = 160
+        if not banded and problem.seqlen_k >= 2048:
+            tiles = {"q_tile": 128, "kv_block": 160}
     elif widest <= 192:
-        tiles |= {"kv_block": 96, "out_parts": 3, "rescale_first": True}
-    elif banded and problem.seqlen_k <= 2048:
-        # Finer blocks waste less on the diagonal, and leave room for the output beside Q.
-        tiles |= {"kv_block": 64, "out_parts": 2, "rescale_first": True}
+        tiles = {"q_tile": 128, "kv_block": 96, "out_parts": 3, "rescale_first": True}
+    elif problem.seqlen_k <= (2048 if banded else 768):
+        # Finer blocks waste less on the diagonal and at the end, and leave room for the output beside Q.
+        tiles = {"q_tile": 128, "kv_block": 64, "out_parts": 2, "rescale_first": True}
     else:
-        tiles |= {"kv_block": 80, "out_in_q": True, "rescale_first": True}
+        tiles = {"q_tile": 128, "kv_block": 80, "out_in_q": True, "rescale_first": True}
     return ForwardConfig(
         element=ELEMENTS[problem.dtype],
         head_dim=d,

@@ -54,6 +54,7 @@ def build(config: ForwardConfig) -> KernelSource:
     held = config.hold > 0
     memory = SharedMemory.of(config)
     out_panels = memory.out_panels
+    q_stages, q_slots = config.q_stages, config.q_stages * consumers
     qk_panels, v_panels = memory.qk_panels, memory.v_panels
     rows_panel_bytes, kv_panel_bytes = memory.rows_panel_bytes, memory.kv_panel_bytes
     k_bytes, v_bytes, q_stride, out_stride = memory.k_bytes, memory.v_bytes, memory.q_stride, memory.out_stride
@@ -68,14 +69,15 @@ def build(config: ForwardConfig) -> KernelSource:
     )
     wait_scores, wait_scores_only = wgmma.wait(0, kv_block), wgmma.wait(1, kv_block)
     wait_out, wait_out_and_p = wgmma.wait(0, dv), wgmma.wait(0, dv, kv_block)
-    zero_scores, zero_out, rescale, normalise = fragment.zeros(kv_block), fragment.zeros(dv), fragment.scale_rows(dv), fragment.normalise_rows(dv)
+    zero_out, rescale, normalise = fragment.zeros(dv), fragment.scale_rows(dv), fragment.normalise_rows(dv)
     online_softmax, negate = fragment.online_softmax(kv_block, config.hold), fragment.negate(kv_block)
     keep_to, keep_from = fragment.keep_columns_to(kv_block), fragment.keep_columns_from(kv_block)
     p_to_16bit, out_to_16bit = fragment.to_16bit(kv_block, config.element), fragment.to_16bit(dv, config.element)
     hold_back = fragment.hold_back
     load_q = tma.load_panels(5, qk_panels, rows_panel_bytes)
     load_k, load_v = tma.load_panels(4, qk_panels, kv_panel_bytes), tma.load_panels(4, v_panels, kv_panel_bytes)
-    advance, k_slot, v_slot, q_slot = pipeline.advance(stages), pipeline.slot(k_bytes), pipeline.slot(v_bytes), pipeline.slot(q_stride)
+    advance, k_slot, v_slot = pipeline.advance(stages), pipeline.slot(k_bytes), pipeline.slot(v_bytes)
+    q_advance, q_slot = pipeline.advance(q_stages), pipeline.slot(q_stride)
     fewer_registers, more_registers = warp.decrease_registers(config.registers[0]), warp.increase_registers(config.registers[1])
     k_major, mn_major = u32(wgmma.descriptor_low()), u32(wgmma.descriptor_low(kv_panel_bytes))
 
@@ -91,32 +93,6 @@ def build(config: ForwardConfig) -> KernelSource:
             first_row = i32(q_block * i32(q_tile) // i32(pack))
             first = i32(max(i32(0), min(end, (first_row + offset - left) // i32(kv_block))))
         return first, end
-
-    @inline
-    def consumer_range(q_block, w, first, end, seqlen_q, offset, left, right):
-        """First KV block that a consumer's 64 rows see, and one past the last; (first, first) when they see none."""
-        row_first = i32(q_block * i32(q_tile) + w * i32(64))
-        row_last = i32(min(row_first + i32(63), seqlen_q * i32(pack) - i32(1)))
-        my_first, my_end = first, end
-        if has_right:
-            my_end = i32(max(first, min(end, (row_last // i32(pack) + offset + right) // i32(kv_block) + i32(1))))
-        if has_left:
-            my_first = i32(max(first, (row_first // i32(pack) + offset - left) // i32(kv_block)))
-        if row_last < row_first or my_first >= my_end:
-            my_first, my_end = first, first
-        return my_first, my_end
-
-    @inline
-    def borders(q_block, w, my_first, my_end, seqlen_q, offset, left, right):
-        """Of a consumer's blocks, those from the first number on and those before the second hold pairs outside the band."""
-        right_border, left_border = my_end, my_first
-        row_first = i32(q_block * i32(q_tile) + w * i32(64))
-        if has_right:
-            right_border = i32(max(my_first, (row_first // i32(pack) + offset + right + i32(1)) // i32(kv_block)))
-        if has_left:
-            row_last = i32(min(row_first + i32(63), seqlen_q * i32(pack) - i32(1)))
-            left_border = i32(max(my_first, (row_last // i32(pack) + offset - left + i32(kv_block - 1)) // i32(kv_block)))
-        return right_border, left_border
 
     @inline
     def quad_sum(x):
@@ -226,24 +202,6 @@ def build(config: ForwardConfig) -> KernelSource:
             value = MINUS_INF if l == f32(0) else (m * scale_log2 + math.log2(l)) * LN2
             shared.store_global_f32(lse + u64((head_row * i64(seqlen_q) + i64(query)) * i64(4)), value)
 
-    @inline
-    def finish_tile(
-        acc, m0, m1, l0, l1, q_block, column, w, row0, lane, leader, s_out, staging_row, staging_barrier,
-        out_map, lse, heads, seqlen_q, scale_log2,
-    ):  # fmt: skip
-        """Divide by l and write out and lse."""
-        l0, l1 = quad_sum(l0), quad_sum(l1)
-        # A row that saw nothing has l = 0, and its accumulator may be 0 * NaN: it is replaced by 0, not scaled.
-        inverse0 = f32(0) if l0 == f32(0) else math.reciprocal(l0)
-        inverse1 = f32(0) if l1 == f32(0) else math.reciprocal(l1)
-        batch, head = i32(column // heads), i32(column % heads)
-        if lse != u64(0) and (lane & i32(3)) == 0:
-            store_lse(lse, row0, batch, head, heads, seqlen_q, m0, l0, scale_log2)
-            store_lse(lse, i32(row0 + i32(8)), batch, head, heads, seqlen_q, m1, l1, scale_log2)
-        out16 = out_to_16bit(normalise(acc, inverse0, inverse1))
-        row = i32((q_block * i32(q_tile) + w * i32(64)) // i32(pack))
-        store_out(out16, s_out, staging_row, lane, leader, staging_barrier, out_map, row, head, batch)
-
     def kernel(
         q_map, k_map, v_map, out_map, lse, seqlen_q, seqlen_k, offset, left, right, heads, group, q_blocks, columns, section, tiles, scale_log2
     ):  # fmt: skip
@@ -251,17 +209,17 @@ def build(config: ForwardConfig) -> KernelSource:
         warpgroup = warp.shuffle_index(i32(tid >> i32(7)), i32(0))
         base = u32(u32(shared.dynamic_base() + u32(1023)) & u32(0xFFFFFC00))
         s_q, s_k, s_v, s_out = u32(base + u32(off_q)), u32(base + u32(off_k)), u32(base + u32(off_v)), u32(base + u32(off_out))
-        q_full = u32(base + u32(off_barriers))  # a barrier is 8 bytes; Q has one a consumer, K and V one a stage
-        q_empty = u32(q_full + u32(8 * consumers))
-        k_full = u32(q_empty + u32(8 * consumers))
+        q_full = u32(base + u32(off_barriers))  # a barrier is 8 bytes; Q has one a consumer and stage, K and V one a stage
+        q_empty = u32(q_full + u32(8 * q_slots))
+        k_full = u32(q_empty + u32(8 * q_slots))
         k_empty = u32(k_full + u32(8 * stages))
         v_full = u32(k_empty + u32(8 * stages))
         v_empty = u32(v_full + u32(8 * stages))
         ring = Ring(k_full, k_empty, v_full, v_empty)
         if tid == 0:
-            for consumer in range(consumers):
-                mbarrier.init(q_full + u32(8 * consumer), u32(1))
-                mbarrier.init(q_empty + u32(8 * consumer), u32(1 if out_in_q else 4))
+            for s in range(q_slots):
+                mbarrier.init(q_full + u32(8 * s), u32(1))
+                mbarrier.init(q_empty + u32(8 * s), u32(1 if out_in_q else 4))
             for s in range(stages):  # one arrival a consumer's warp releases a stage
                 mbarrier.init(k_full + u32(8 * s), u32(1))
                 mbarrier.init(k_empty + u32(8 * s), u32(4 * consumers))
@@ -279,6 +237,7 @@ def build(config: ForwardConfig) -> KernelSource:
                 tma.prefetch_map(k_map)
                 tma.prefetch_map(q_map)
                 tma.prefetch_map(v_map)
+                q_stage = u32(0)
                 q_phase = u32(1)  # a fresh "empty" barrier lets the first wait pass
                 phase = u32(1)
                 while tile < tiles:
@@ -292,10 +251,11 @@ def build(config: ForwardConfig) -> KernelSource:
                         pipeline.wait(k_empty, stage, phase)
                         load_k(k_slot(s_k, stage), k_map, pipeline.barrier(k_full, stage), j * i32(kv_block), kv_head, batch)
                     for consumer in range(consumers):
-                        pipeline.wait(q_empty, consumer, q_phase)
+                        at = u32(q_stage * u32(consumers) + u32(consumer))
+                        pipeline.wait(q_empty, at, q_phase)
                         row = (q_block * i32(q_tile) + i32(64) * consumer) // i32(pack)
-                        load_q(q_slot(s_q, consumer), q_map, pipeline.barrier(q_full, consumer), i32(0), row, head, batch)
-                    q_phase = u32(q_phase ^ u32(1))
+                        load_q(q_slot(s_q, at), q_map, pipeline.barrier(q_full, at), i32(0), row, head, batch)
+                    q_stage, q_phase = q_advance(q_stage, q_phase)
                     while j >= first:
                         v_stage, v_phase = stage, phase
                         stage, phase = advance(stage, phase)
@@ -318,36 +278,50 @@ def build(config: ForwardConfig) -> KernelSource:
             s_out = u32(s_out + u32(u32(w) * u32(out_stride)))
             staging_row = i32((thread >> i32(5)) * i32(16) + (lane & i32(15)))
             staging_barrier = u32(u32(STAGING) + u32(w))
-            q_full = pipeline.barrier(q_full, w)
-            q_empty = pipeline.barrier(q_empty, w)
             scratch = u32(base + u32(off_scratch))
-            operands = Operands(
-                u32(k_major | u32(u32(s_q + u32(u32(w) * u32(q_stride))) >> u32(4))),
-                u32(k_major | u32(s_k >> u32(4))),
-                u32(mn_major | u32(s_v >> u32(4))),
-            )
+            k_low, v_low = u32(k_major | u32(s_k >> u32(4))), u32(mn_major | u32(s_v >> u32(4)))
             my_turn = u32(u32(TURN) + u32(w))
             next_turn = u32(TURN) if w == i32(consumers - 1) else u32(my_turn + u32(1))
             if pingpong and w == i32(consumers - 1):
                 warp.barrier_arrive(u32(TURN), u32(256))
+            q_stage = u32(0)
             q_phase = u32(0)
             phase = u32(0)
-            # A turn of this loop ends one tile and begins the next: its first S is under way while the output is stored.
-            # The first turn has no tile to end.
-            tile = i32(-1)
-            q_block = column = first = my_first = my_end = i32(0)
-            s = zero_scores()
-            while True:
-                m0, m1, l0, l1, b0, b1 = MINUS_INF, MINUS_INF, f32(0), f32(0), f32(1), f32(1)
-                acc = zero_out()
+            while tile < tiles:
+                q_block, column = tile_order(tile, q_blocks, columns, section)
+                first, end = kv_range(q_block, seqlen_q, seqlen_k, offset, left, right)
                 # Two rows of queries; with packed heads, `pack` neighbouring rows are one query.
                 row0 = i32(q_block * i32(q_tile) + my_row)
+                row1 = i32(row0 + i32(8))
+                rows = Rows(i32(row0 // i32(pack) + offset), i32(row1 // i32(pack) + offset), my_column)
+                # The blocks that this warpgroup's rows see; those from right_border on and before left_border only in part.
+                row_first = i32(q_block * i32(q_tile) + w * i32(64))
+                row_last = i32(min(row_first + i32(63), seqlen_q * i32(pack) - i32(1)))
+                my_first, my_end = first, end
+                if has_right:
+                    my_end = i32(max(first, min(end, (row_last // i32(pack) + offset + right) // i32(kv_block) + i32(1))))
+                if has_left:
+                    my_first = i32(max(first, (row_first // i32(pack) + offset - left) // i32(kv_block)))
+                if row_last < row_first or my_first >= my_end:
+                    my_first, my_end = first, first
+                right_border, left_border = my_end, my_first
+                if has_right:
+                    right_border = i32(max(my_first, (row_first // i32(pack) + offset + right + i32(1)) // i32(kv_block)))
+                if has_left:
+                    left_border = i32(max(my_first, (row_last // i32(pack) + offset - left + i32(kv_block - 1)) // i32(kv_block)))
+                q_at = u32(q_stage * u32(consumers) + u32(w))
+                operands = Operands(u32(k_major | u32(q_slot(s_q, q_at) >> u32(4))), k_low, v_low)
+                m0, m1, l0, l1, b0, b1 = MINUS_INF, MINUS_INF, f32(0), f32(0), f32(1), f32(1)
+                acc = zero_out()
+                stage, phase = pass_over(i32(end - i32(1)), my_end, first, stage, phase, ring, my_turn, next_turn, lane)
+                pipeline.wait(q_full, q_at, q_phase)
                 if my_end > my_first:
-                    rows = Rows(i32(row0 // i32(pack) + offset), i32((row0 + i32(8)) // i32(pack) + offset), my_column)
-                    right_border, left_border = borders(q_block, w, my_first, my_end, seqlen_q, offset, left, right)
                     j = i32(my_end - i32(1))
 
-                    # The first block may reach past the last key.
+                    # The first block: nothing to overlap with. It may reach past the last key.
+                    pipeline.wait(k_full, stage, phase)
+                    s = wait_scores(scores(operands.q, operands.k, stage))
+                    pipeline.release(k_empty, stage, lane)
                     if negative_scale:
                         s = negate(s)
                     last = i32(seqlen_k - i32(1) - j * i32(kv_block) - my_column)
@@ -379,50 +353,34 @@ def build(config: ForwardConfig) -> KernelSource:
 
                     # The last P V. Q is free.
                     if not out_in_q:
-                        mbarrier.arrive_where_zero(q_empty, lane)
+                        pipeline.release(q_empty, q_at, lane)
                     if rescale_first:
                         acc = rescale(acc, b0, b1)
                     pipeline.wait(v_full, stage, phase)
                     acc = wait_out(add_values(acc, p16, operands.v, stage))
                     pipeline.release(v_empty, stage, lane)
                     stage, phase = advance(stage, phase)
-                elif tile >= 0 and not out_in_q:
-                    mbarrier.arrive_where_zero(q_empty, lane)
-                if has_left:
-                    stage, phase = pass_over(i32(my_first - i32(1)), first, i32(-1), stage, phase, ring, my_turn, next_turn, lane)
-                ended, ended_block, ended_column = tile, q_block, column
-                if out_in_q and ended >= 0:
-                    finish_tile(
-                        acc, m0, m1, l0, l1, ended_block, ended_column, w, row0, lane, leader, s_out, staging_row, staging_barrier,
-                        out_map, lse, heads, seqlen_q, scale_log2,
-                    )  # fmt: skip
-                    if leader:
-                        tma.wait_stores_read()
-                        mbarrier.arrive(q_empty)
+                elif not out_in_q:
+                    pipeline.release(q_empty, q_at, lane)
+                stage, phase = pass_over(i32(my_first - i32(1)), first, i32(-1), stage, phase, ring, my_turn, next_turn, lane)
 
-                tile = i32(tile_of_turn(turn, block, blocks))
+                l0, l1 = quad_sum(l0), quad_sum(l1)
+                # A row that saw nothing has l = 0, and its accumulator may be 0 * NaN: it is replaced by 0, not scaled.
+                inverse0 = f32(0) if l0 == f32(0) else math.reciprocal(l0)
+                inverse1 = f32(0) if l1 == f32(0) else math.reciprocal(l1)
+                batch, head = i32(column // heads), i32(column % heads)
+                if lse != u64(0) and (lane & i32(3)) == 0:
+                    store_lse(lse, row0, batch, head, heads, seqlen_q, m0, l0, scale_log2)
+                    store_lse(lse, row1, batch, head, heads, seqlen_q, m1, l1, scale_log2)
+                out16 = out_to_16bit(normalise(acc, inverse0, inverse1))
+                row = i32(row_first // i32(pack))
+                store_out(out16, s_out, staging_row, lane, leader, staging_barrier, out_map, row, head, batch)
+                if out_in_q and leader:
+                    tma.wait_stores_read()
+                    mbarrier.arrive(pipeline.barrier(q_empty, q_at))
+                q_stage, q_phase = q_advance(q_stage, q_phase)
                 turn = i32(turn + i32(1))
-                my_first = my_end = i32(0)
-                if tile < tiles:
-                    q_block, column = tile_order(tile, q_blocks, columns, section)
-                    first, end = kv_range(q_block, seqlen_q, seqlen_k, offset, left, right)
-                    my_first, my_end = consumer_range(q_block, w, first, end, seqlen_q, offset, left, right)
-                    stage, phase = pass_over(i32(end - i32(1)), my_end, first, stage, phase, ring, my_turn, next_turn, lane)
-                    mbarrier.wait(q_full, q_phase)
-                    q_phase = u32(q_phase ^ u32(1))
-                    if my_end > my_first:
-                        pipeline.wait(k_full, stage, phase)
-                s = scores(operands.q, operands.k, stage)  # of no use, and not used, where there is no next block
-                if not out_in_q and ended >= 0:
-                    finish_tile(
-                        acc, m0, m1, l0, l1, ended_block, ended_column, w, row0, lane, leader, s_out, staging_row, staging_barrier,
-                        out_map, lse, heads, seqlen_q, scale_log2,
-                    )  # fmt: skip
-                s = wait_scores(s)
-                if my_end > my_first:
-                    pipeline.release(k_empty, stage, lane)
-                if tile >= tiles:
-                    break
+                tile = i32(tile_of_turn(turn, block, blocks))
             if leader:
                 tma.wait_stores_read()
 
