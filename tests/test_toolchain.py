@@ -896,6 +896,9 @@ def test_bad_parameters(make, error, words):
 # ---- a driver of Python callbacks
 
 
+INVALID_CONTEXT = 201
+
+
 class FakeCuda:
     """One device of compute capability 9.0; remembers what it was asked."""
 
@@ -905,6 +908,7 @@ class FakeCuda:
         self.current = threading.local()
         self.fail = {}
         self.modules, self.attributes, self.launches, self.maps, self.capture_modes = [], [], [], {}, []
+        self.calls = []  # names
         self.sizes = []  # bytes of each kernel parameter
         self.kept = []
         self.version = 13000
@@ -919,6 +923,7 @@ class FakeCuda:
         plain = [kind if kind in (ctypes.c_int, ctypes.c_uint, ctypes.c_uint32, ctypes.c_uint64) else ctypes.c_void_p for kind in arguments]
 
         def call(*values):
+            self.calls.append(name)
             return self.fail.get(name) or method(*(value or 0 for value in values)) or 0
 
         callback = (ctypes.PYFUNCTYPE if keeps_gil else ctypes.CFUNCTYPE)(ctypes.c_int, *plain)(call)
@@ -1000,6 +1005,8 @@ class FakeCuda:
 
     def cuTensorMapEncodeTiled(self, at, dtype, rank, address, shape, strides, box, steps, interleave, swizzle, promotion, fill):
         assert at % 64 == 0
+        if self.stack()[-1:] != [self.CONTEXT]:
+            return INVALID_CONTEXT
 
         def read(kind, count, where):
             return tuple((kind * count).from_address(where))
@@ -1009,8 +1016,11 @@ class FakeCuda:
         self.maps[at] += ((interleave, swizzle, promotion, fill),)
         ctypes.memset(at, 0xEE, 128)
         self.put(at, u64, address)
+        return 0
 
     def cuTensorMapReplaceAddress(self, at, address):
+        if self.stack()[-1:] != [self.CONTEXT]:
+            return INVALID_CONTEXT
         self.replaced = getattr(self, "replaced", 0) + 1
         self.put(at, ctypes.c_uint64, address)
 
@@ -1175,21 +1185,42 @@ def test_one_launch_shared_by_threads(fake):
 
 
 @pytest.mark.parametrize("current", [None, 0xBAD0, FakeCuda.CONTEXT])
-@pytest.mark.parametrize("result", [0, 700])
-def test_current_context_is_left_alone(fake, current, result):
+@pytest.mark.parametrize("failing", [None, "cuLaunchKernelEx", "cuTensorMapEncodeTiled", "cuTensorMapReplaceAddress"])
+def test_current_context_is_left_alone(fake, current, failing):
+    """Whatever is current, tensor maps are encoded and the kernel is launched in the kernel's context."""
     launch = prepare_everything(fake)
-    if current is not None:
-        fake.stack().append(current)
-    if result:
-        fake.fail["cuLaunchKernelEx"] = result
+    before = [] if current is None else [current]
+    fake.stack().extend(before)
+    if failing == "cuTensorMapReplaceAddress":
+        launch(*{**ADDRESSES, "q": 0x100}.values(), 0)
+    if failing:
+        fake.fail[failing] = 700
         with pytest.raises(CudaError):
             launch(*ADDRESSES.values(), 0)
-    else:
-        launch(*ADDRESSES.values(), 0)
-    assert fake.stack() == ([] if current is None else [current])
-    fake.fail.clear()
+        assert fake.stack() == before
+        fake.fail.clear()
     launch(*ADDRESSES.values(), 0)
-    assert len(fake.launches) == (1 if result else 2)
+    launch(*ADDRESSES.values(), 0)
+    assert fake.stack() == before
+    assert [values for _, _, values, _ in fake.launches[-2:]] == [expected_values(ADDRESSES)] * 2
+    assert len(fake.launches) == (3 if failing == "cuTensorMapReplaceAddress" else 2)
+
+
+def test_calls_of_the_driver_in_a_launch(fake):
+    """One call beside the launch where the kernel's context is current, and a push and a pop where it is not."""
+    launch = prepare_everything(fake)
+    fake.stack().append(fake.CONTEXT)
+    launch(*ADDRESSES.values(), 0)
+    fake.calls.clear()
+    launch(*ADDRESSES.values(), 0)
+    assert fake.calls == ["cuCtxGetCurrent", "cuLaunchKernelEx"]
+    fake.calls.clear()
+    launch(*{**ADDRESSES, "q": 0x100}.values(), 0)
+    assert fake.calls == ["cuCtxGetCurrent", "cuTensorMapReplaceAddress", "cuLaunchKernelEx"]
+    fake.stack().clear()
+    fake.calls.clear()
+    launch(*ADDRESSES.values(), 0)
+    assert fake.calls == ["cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuTensorMapReplaceAddress", "cuLaunchKernelEx", "cuCtxPopCurrent_v2"]
 
 
 def test_launch_error_says_what_happened_to_which_kernel(fake):

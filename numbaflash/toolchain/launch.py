@@ -305,17 +305,19 @@ class Launch:
             block = _Block(self)
         try:
             addresses = (q, k, v, out, lse)
-            if addresses != block.addresses:
-                block.set_addresses(addresses, self._replace, self.about)
             words = block.words
             words[_STREAM] = stream
             result = self._current(block.context)
             if result:
                 raise driver().error(result, "cuCtxGetCurrent", self.about)
             if words[_CONTEXT] == self._context:
+                if addresses != block.addresses:
+                    block.set_addresses(addresses, self._replace, self.about)
                 result = self._launch(block.config, self._handle, block.parameters, None)
-            else:
+            else:  # another context, or none: encoding a tensor map needs one as well
                 with pushed(self._context):
+                    if addresses != block.addresses:
+                        block.set_addresses(addresses, self._replace, self.about)
                     result = self._launch(block.config, self._handle, block.parameters, None)
             if result:
                 raise driver().error(result, "cuLaunchKernel", self.about)
