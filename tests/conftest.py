@@ -22,9 +22,9 @@ from numbaflash.testing import ahead, libraries
 from numbaflash.testing.values import encode
 
 SHARED = {"deadline": None, "database": None, "suppress_health_check": list(hypothesis.HealthCheck), "print_blob": True}
-hypothesis.settings.register_profile("ci", derandomize=True, max_examples=40, **SHARED)
+hypothesis.settings.register_profile("ci", derandomize=True, max_examples=25, **SHARED)
 hypothesis.settings.register_profile("fuzz", derandomize=False, max_examples=2000, **SHARED)
-hypothesis.settings.register_profile("simulator", derandomize=True, max_examples=6, **SHARED)
+hypothesis.settings.register_profile("simulator", derandomize=True, max_examples=4, **SHARED)
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 hypothesis.settings.load_profile(PROFILE)
 

@@ -81,11 +81,11 @@ def test_named(built, name):
 
 
 def test_random(target):
-    target.run_random(target.problems(), examples=100)
+    target.run_random(target.problems(work=2**17), examples=80)
 
 
 @pytest.mark.parametrize("library", ["torch", "jax"])
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_other_libraries_on_the_cpu(library, data):
     pytest.importorskip(library)
