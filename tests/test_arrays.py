@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from attention import TOLERANCE, assert_attention
 import numbaflash
 from numbaflash import arrays, call, dispatch
 from numbaflash.arrays import numpy as host
+from numbaflash.arrays.borrowed import borrow
 from numbaflash.arrays.streams import stream_handle
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
@@ -309,6 +311,30 @@ def test_dlpack_strides_and_readonly():
     assert_attention(numbaflash.forward(Exporter(frozen), Exporter(K), Exporter(V), return_lse=True), Q, K, V)
 
 
+class Unsigned(Exporter):
+    """Divides negative strides by the itemsize as unsigned numbers, as CuPy 14 does."""
+
+    def __dlpack__(self, **arguments):
+        from numbaflash.arrays import borrowed
+
+        capsule = self.x.__dlpack__()
+        tensor = borrowed._Tensor.from_address(borrowed._capsule_pointer(capsule, b"dltensor"))
+        for i, stride in enumerate(self.x.strides):
+            tensor.strides[i] = stride % 2**64 // self.x.itemsize
+        return capsule
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_dlpack_negative_strides_as_unsigned_numbers(dtype):
+    reverse = VIEWS["reversed"]
+    q, k, v, out = (reverse(x.astype(dtype)) for x in (Q, K, V, np.full((2, 9, 4, 24), np.nan)))
+    assert min(q.strides) < 0 and borrow(Unsigned(q), "q", None).facts.strides == borrow(Exporter(q), "q", None).facts.strides == q.strides
+    given = Unsigned(out)
+    result, lse = numbaflash.forward(*map(Unsigned, (q, k, v)), out=given, return_lse=True)
+    assert result is given
+    assert_attention((out, lse), q, k, v, dtype)
+
+
 def test_dlpack_gives_the_memory_back():
     import gc
     import weakref
@@ -458,7 +484,7 @@ def test_cpu_and_cuda(gpus):
         (ValueError, "lse has no memory", "lse", {"data": (0, False)}),
         (ValueError, "out must be writable; got a read-only array", "out", {"data": (GPU + 0x900000, True)}),
         (TypeError, "k must be a plain array; its __cuda_array_interface__ has a mask", "k", {"mask": object()}),
-        (TypeError, r"v must be one of .*; got dtype <V2 \(if this is bfloat16, hand it over through DLPack\)", "v", {"typestr": "<V2"}),
+        (TypeError, r"v must be one of .*; got dtype <V2 \(if this is bfloat16, its dtype must be ml_dtypes.bfloat16, .*\)", "v", {"typestr": "<V2"}),
         (ValueError, "out must give every element a place of its own", "out", {"strides": (0, 384, 96, 4)}),
         (ValueError, "out must not share memory with v", "out", {"data": (GPU + 0x300000, False)}),
     ],
@@ -490,6 +516,37 @@ def test_bfloat16_in_the_cuda_array_interface_is_told_by_the_dtype(gpus):
         arguments[name].dtype = np.dtype(ml_dtypes.bfloat16)
     numbaflash.forward(**arguments)
     assert gpus[1][0].problem.dtype == "bfloat16" and gpus[1][0].layouts.q.strides[-1] == 2
+
+
+def numba_array(shape, address, dtype):
+    """A Numba device array whose memory does not exist."""
+    from numba.cuda.cudadrv.devicearray import DeviceNDArray
+
+    strides = arrays.contiguous_strides(shape, np.dtype(dtype).itemsize)
+    return DeviceNDArray(shape, strides, dtype, gpu_data=SimpleNamespace(device_ctypes_pointer=ctypes.c_void_p(address)))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_numba_device_arrays(gpus, monkeypatch, dtype):
+    from numbaflash.arrays import device
+
+    launches, plans = gpus
+    monkeypatch.setattr(device, "empty", lambda index, shape, dtype, stream: numba_array(shape, (index << 40) + 0x900000, dtype))
+    told = {name: x.__cuda_array_interface__ for name, x in on_gpu().items()}
+    dtype = host.dtype_of(dtype)
+    q, k, v = (numba_array(told[name]["shape"], told[name]["data"][0], np.dtype(f"u{dtype.itemsize}")).view(dtype) for name in "qkv")
+    out = numbaflash.forward(q, k, v)
+    assert plans[0].problem.dtype == dtype.name and plans[0].layouts.q.strides[-1] == dtype.itemsize
+    assert type(out) is type(q) and out.dtype == dtype and out.shape == (2, 9, 4, 24)
+    assert launches == [(1, *(told[name]["data"][0] for name in "qkv"), GPU + 0x900000, 0, 1)]
+    assert numbaflash.forward(q, k, v, out=out) is out
+
+
+def test_numba_device_array_of_two_opaque_bytes(gpus):
+    """What `numba.cuda.as_cuda_array` makes of another library's bfloat16."""
+    q, k, v = (numba_array(x.__cuda_array_interface__["shape"], GPU, np.dtype("V2")) for x in list(on_gpu().values())[:3])
+    with pytest.raises(TypeError, match=r"q must be one of .*; got dtype \|V2 \(if this is bfloat16, its dtype must be ml_dtypes.bfloat16"):
+        numbaflash.forward(q, k, v)
 
 
 def test_cuda_memory_without_a_driver():

@@ -55,6 +55,8 @@ class Lib:
             return self.jax.device_put(host, self.where)
         if self.name == "numba":
             with self.cuda.gpus[self.device]:
+                if dtype == "bfloat16":  # Numba cannot copy it from the host
+                    return self.cuda.to_device(host.view(np.uint16)).view(host.dtype)
                 return self.cuda.to_device(host)
         with self.cp.cuda.Device(self.device):
             made = self.cp.asarray(host)

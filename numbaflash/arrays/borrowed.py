@@ -183,10 +183,15 @@ def _through_dlpack(x, name, stream):
         dtype += f"x{tensor.dtype.lanes}"
     shape = tuple(tensor.shape[: tensor.ndim])
     itemsize = -(-tensor.dtype.bits * tensor.dtype.lanes // 8)
-    strides = tuple(n * itemsize for n in tensor.strides[: tensor.ndim]) if tensor.strides else contiguous_strides(shape, itemsize)
+    strides = tuple(_signed(n * itemsize) for n in tensor.strides[: tensor.ndim]) if tensor.strides else contiguous_strides(shape, itemsize)
     facts = Facts(tensor.data + tensor.byte_offset, shape, strides, dtype, kind, int(index) if kind == "cuda" else 0, readonly)
     # The capsule stays unconsumed: its own destructor gives the memory back when the call is over.
     return Borrowed(facts, ready, (x, capsule))
+
+
+def _signed(n):
+    """Bytes as the address arithmetic of 64 bits sees them: CuPy 14 divides a negative stride by the itemsize as an unsigned number."""
+    return (n + 2**63) % 2**64 - 2**63
 
 
 def _export(x, stream):
@@ -220,10 +225,12 @@ def _through_interface(x, name):
 def _interface_dtype(x, typestr, name) -> str:
     """bfloat16 has no letter in the protocol: it shows as two opaque bytes, and only the array's own dtype tells."""
     dtype = np.dtype(typestr)
-    if dtype.kind == "V":
-        told = getattr(x, "dtype", None)
-        return getattr(told, "name", None) or f"{typestr} (if this is bfloat16, hand it over through DLPack)"
-    return host.dtype_name(dtype)
+    if dtype.kind != "V":
+        return host.dtype_name(dtype)
+    told = getattr(getattr(x, "dtype", None), "name", typestr)
+    if dtype.itemsize == 2 and told != "bfloat16":
+        return f"{typestr} (if this is bfloat16, its dtype must be ml_dtypes.bfloat16, or hand it over through DLPack)"
+    return told
 
 
 class Memory(Library):
