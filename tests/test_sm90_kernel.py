@@ -10,7 +10,7 @@ import pytest
 
 from numbaflash import toolchain
 from numbaflash.dispatch import Device, Layout, Layouts
-from numbaflash.kernels import schedule, sm90
+from numbaflash.kernels import schedule, sections, sm90
 from numbaflash.kernels.sm90.config import MAX_SHARED, SharedMemory, forward_config, kv_blocks
 from numbaflash.problem import make_problem, trim_keys
 
@@ -97,7 +97,7 @@ def test_the_cost_of_tiles_is_what_the_band_needs():
 @pytest.mark.parametrize(("q_blocks", "columns", "blocks"), [(4, 512, 132), (43, 7, 132), (1, 5, 3), (16, 33, 8)])
 def test_the_schedule_runs_every_tile_once(q_blocks, columns, blocks):
     costs = tuple(float(i + 1) for i in range(q_blocks))
-    section = schedule.choose_section(costs, columns, blocks, 1 << 20, 1 << 25)
+    section = sections.choose_section(costs, columns, blocks, 1 << 20, 1 << 25)
     tiles, seen = q_blocks * columns, set()
     for block in range(blocks):
         for turn in range(tiles // blocks + 2):
@@ -111,14 +111,14 @@ def test_the_schedule_runs_every_tile_once(q_blocks, columns, blocks):
 
 def test_the_section_balances_causal_tiles():
     costs = np.array([2.0, 3, 4, 5])
-    section = schedule.choose_section(tuple(costs), 512, 132, 1 << 18, 36 << 20)
+    section = sections.choose_section(tuple(costs), 512, 132, 1 << 18, 36 << 20)
     even = costs.sum() * 512 / 132
-    assert schedule._longest_block(costs, 512, 132, section) < 1.02 * even
-    assert schedule._longest_block(costs, 512, 132, 64) > 1.3 * even, "else the search has nothing to find"
+    assert sections._longest_block(costs, 512, 132, section) < 1.02 * even
+    assert sections._longest_block(costs, 512, 132, 64) > 1.3 * even, "else the search has nothing to find"
 
 
 def test_equal_tiles_go_head_by_head():
-    assert schedule.choose_section((3.0, 3.0), 100, 132, 1, 1) == 1
+    assert sections.choose_section((3.0, 3.0), 100, 132, 1, 1) == 1
 
 
 @pytest.mark.parametrize(
