@@ -19,7 +19,7 @@ from .libraries import LIBRARIES, gpu_libraries, numpy_dtype
 from .runner import run_case
 
 REPORT_SECONDS = 5.0
-SHRINK_SECONDS = 60.0
+SHRINK_SECONDS = {"cpu": 60.0, "cuda": 180.0}  # a smaller case may need another kernel, which takes seconds to compile for a GPU
 ROUND = 200  # cases drawn with one Hypothesis seed, their GPU kernels built together
 
 
@@ -43,7 +43,7 @@ def fuzz(
     Parameters
     ----------
     minutes : float
-        Time to search. After a failure, up to a minute more is spent on making the case smaller.
+        Time to search. After a failure, up to a minute more (three on a GPU) is spent on making the case smaller.
     family : str, optional
         Kernel family to force; None lets the dispatcher choose.
     seed : int, optional
@@ -81,9 +81,9 @@ def fuzz(
     library = _library(library, family)
     where = _device(library, device)
     seed = random.SystemRandom().randrange(2**32) if seed is None else seed
-    search = _Search(minutes, family, library, kernel, device, failure, file or sys.stdout)
+    search = _Search(minutes, family, library, kernel, where, failure, file or sys.stdout)
     try:
-        search.run(_strategy(library, family if kernel is None else None, where, dtypes, head_dims, max_seqlen, work), seed, where)
+        search.run(_strategy(library, family if kernel is None else None, where, dtypes, head_dims, max_seqlen, work), seed)
     finally:
         search.running.unlink(missing_ok=True)
     return search.finish()
@@ -188,8 +188,8 @@ class _Over(KeyboardInterrupt):
 class _Search:
     """The state of one search. Calling it runs one case."""
 
-    def __init__(self, minutes, family, library, kernel, device, failure, file):
-        self.family, self.library, self.kernel, self.device, self.file = family, library, kernel, device, file
+    def __init__(self, minutes, family, library, kernel, where, failure, file):
+        self.family, self.library, self.kernel, self.where, self.file = family, library, kernel, where, file
         self.failure, self.running = Path(failure), Path(f"{failure}.running")
         self.began = self.reported = time.monotonic()
         self.until = self.began + 60 * minutes
@@ -199,14 +199,14 @@ class _Search:
         self.error: Exception | None = None
         self.fatal = False
 
-    def run(self, strategy, seed, where):
+    def run(self, strategy, seed):
         import hypothesis as hy
 
         self._print(f"fuzz: {self.family or 'any family'}, {self.library}, seed {seed}")
         number = seed
         while not self._over():
-            if where.kind == "cuda" and self.kernel is None:
-                ahead.build(ahead.draw(strategy, number, ROUND), where, self.family, self.library)
+            if self.where.kind == "cuda" and self.kernel is None:
+                ahead.build(ahead.draw(strategy, number, ROUND), self.where, self.family, self.library)
 
             @hy.seed(number)
             @hy.settings(ahead.search_settings(), max_examples=ROUND)
@@ -229,13 +229,13 @@ class _Search:
             raise _Over
         self.running.write_text(self._record(case))
         try:
-            run_case(case, self.family if self.kernel is None else None, self.library, kernel=self.kernel, device=self.device)
+            run_case(case, self.family if self.kernel is None else None, self.library, kernel=self.kernel, device=self.where.index)
         except NotImplementedError:
             self.seen["unsupported"] += 1
         except Exception as error:
             if self.failing is None:
-                self.until = time.monotonic() + SHRINK_SECONDS
-                self.fatal = not isinstance(error, AssertionError) and self.library not in ("numpy", "torch")
+                self.until = time.monotonic() + SHRINK_SECONDS[self.where.kind]
+                self.fatal = not isinstance(error, AssertionError) and self.where.kind == "cuda"
                 todo = "which may have cost the device; stopping" if self.fatal else "making it smaller"
                 self._print(f"case {self.cases + 1} fails ({type(error).__name__}); {todo}")
             elif type(error) is not type(self.error):
@@ -243,8 +243,9 @@ class _Search:
             self.failing, self.error = case, error
             self.cases += 1
             raise
-        self.cases += 1
-        self._count(case)
+        else:
+            self.cases += 1
+            self._count(case)
         if time.monotonic() - self.reported >= REPORT_SECONDS:
             self._report()
 
