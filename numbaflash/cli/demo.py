@@ -162,5 +162,5 @@ def _largest_difference(got, want) -> float:
 
 
 def _limit(dtype: str) -> float:
-    """Largest difference two correct results of standard normal data may show: outputs are of size 1 and below."""
-    return {"float64": 1e-12, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}[dtype]
+    """Largest difference that two correct results of standard normal data may show: two roundings of an output below 8."""
+    return {"float64": 1e-12, "float32": 1e-5, "float16": 8e-3, "bfloat16": 6e-2}[dtype]
