@@ -185,15 +185,15 @@ def test_dot_products(dtype):
     store = vector.Simd(types.float32, lanes).store
 
     @njit
-    def scores(keys, key_stride, first, last, query, n, place):
-        store(place, dots(keys, key_stride, first, last, query, n))
+    def scores(keys, key_stride, first, last, query, n, place, scratch):
+        store(place, dots(keys, key_stride, first, last, query, n, scratch))
 
     rng = np.random.default_rng(0)
     number = np.float32 if dtype == "float32" else ml_dtypes.bfloat16
     keys = rng.standard_normal((lanes + 5, 3 * lanes)).astype(number)
-    query, got = rng.standard_normal(3 * lanes).astype(np.float32), np.empty(lanes, np.float32)
+    query, got, scratch = rng.standard_normal(3 * lanes).astype(np.float32), np.empty(lanes, np.float32), np.empty(lanes**2, np.float32)
     for first, last in ((0, lanes + 4), (5, lanes + 4), (3, 7)):
-        scores(address(keys), keys.strides[0], first, last, address(query), 3, address(got))
+        scores(address(keys), keys.strides[0], first, last, address(query), 3, address(got), address(scratch))
         places = np.minimum(first + np.arange(lanes), last)
         np.testing.assert_allclose(got, keys.astype(np.float64)[places] @ query, rtol=1e-5, atol=1e-5)
 
@@ -227,16 +227,17 @@ def test_finite():
     all_finite = forward.build(config.choose_kernel("float32", 1000)).all_finite
 
     @njit
-    def ask(place, n):
-        return all_finite(place, n)
+    def ask(place, stride, begin, end, columns):
+        return all_finite(place, stride, begin, end, columns)
 
-    x = np.full(70, 3e38, np.float32)
-    assert ask(address(x), 70) and ask(address(x), 0)
+    x = np.full((5, 70), 3e38, np.float32)
+    assert ask(address(x), x.strides[0], 0, 5, 70) and ask(address(x), x.strides[0], 2, 2, 70)
     for bad in (np.nan, np.inf, -np.inf):
-        for place in (0, 15, 16, 69):
+        for column in (0, 15, 16, 69):
             y = -x
-            y[place] = bad
-            assert not ask(address(y), 70) and ask(address(y), place)
+            y[3, column] = bad
+            assert not ask(address(y), y.strides[0], 0, 5, 70) and not ask(address(y), y.strides[0], 3, 4, 70)
+            assert ask(address(y), y.strides[0], 0, 3, 70) and ask(address(y), y.strides[0], 4, 5, 70) and ask(address(y), y.strides[0], 0, 5, column)
 
 
 # Attention where the tiles make it delicate

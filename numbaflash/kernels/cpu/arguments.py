@@ -14,7 +14,7 @@ CACHE_LINE = 64
 UNBOUNDED = 2**40
 """A bound of the band that excludes nothing."""
 
-REGIONS = ("queries", "keys", "values", "scores", "output", "m", "l", "alpha", "first", "last", "ranges", "addresses")
+REGIONS = ("queries", "keys", "values", "scores", "output", "m", "l", "alpha", "first", "last", "ranges", "addresses", "sums")
 """Parts of a thread's workspace."""
 
 _AXES = ("batch", "row", "head", "dim")
@@ -69,6 +69,7 @@ def arguments(problem, layouts, config: CpuConfig) -> np.ndarray:
         "last": config.q_tile * 4,
         "ranges": config.q_tile // kernel.panel * 4 * 8,
         "addresses": kernel.panel * 8,
+        "sums": kernel.lanes**2 * itemsize,
     }
     end = 0
     for region in REGIONS:

@@ -19,6 +19,7 @@ MAX_Q_TILE = 512
 Q_TILE_BYTES = 512 * 1024  # packed queries and output of a tile: half of an L2 cache of 1 MiB
 PACKING_ROWS = 10  # packing a number of K or V takes 0.3 cycles, a row of queries 1/32 cycle for each
 PART_KEYS = 256
+MOST_ROWS = 6  # of the form "rows"; at 8 rows, a panel of one vector is faster
 FLOPS, BYTES_PER_SECOND = 1.2e11, 2e10  # of a core, roughly
 THREAD_WORK = 30e-6  # seconds; waking a thread takes 5 to 10 microseconds, on a busy machine much more
 
@@ -36,7 +37,7 @@ class Kernel:
     lanes : int
         Numbers in a vector register.
     vectors : int
-        Registers across the register tile: of queries in panels, of the head dim of the values in rows.
+        Registers across the register tile: of queries in panels, at most of the head dim of the values in rows.
     rows : int
         Rows of the register tile: keys in the scores, head dim of the values in the weighted sum. A multiple of 4 in
         panels, 1 in rows.
@@ -151,8 +152,8 @@ def useful_threads(problem: Problem, kernel: Kernel, threads: int) -> int:
 def choose_kernel(dtype: str, rows: int) -> Kernel:
     """Kernel for a number of rows of a key/value head."""
     lanes = target.vector_bytes() * 8 // COMPUTE[dtype].bitwidth
-    if rows <= 4:
-        return Kernel("rows", dtype, lanes, 4, 1)
+    if rows <= MOST_ROWS:
+        return Kernel("rows", dtype, lanes, 8, 1)
     if rows <= lanes:
         return Kernel("panels", dtype, lanes, 1, 8)
     return Kernel("panels", dtype, lanes, *REGISTER_TILE[target.vector_registers(), target.vector_bytes()])

@@ -9,6 +9,7 @@ Everything is in units of log2(e): p = 2**(s - m). Rows are named as in `forward
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,6 +22,29 @@ from .driver import next_item
 from .exp2 import exp2
 from .microkernel import dot_products, tile_product
 from .vector import Simd, add_lanes, jit, max_lane, maximum, select, words
+
+
+@functools.cache
+def _weighing(dtype, lanes):
+    """The weighted sum of rows of ``dtype``, for one query: eight vectors of the head dim at a time, then four, then one."""
+    itemsize = COMPUTE[dtype].bitwidth // 8
+    stored_bytes, vector_bytes = lanes * ITEMSIZE[dtype], lanes * itemsize
+    (_, eight), (_, four), (_, one) = (tile_product(dtype, 1, vectors, lanes) for vectors in (8, 4, 1))
+
+    @jit
+    def weigh(values, row_stride, n_vectors, scores, output, alpha, n_keys):
+        w = 0
+        while w + 8 <= n_vectors:
+            eight(scores, 0, itemsize, values + w * stored_bytes, row_stride, output + w * vector_bytes, 0, n_keys, alpha)
+            w += 8
+        while w + 4 <= n_vectors:
+            four(scores, 0, itemsize, values + w * stored_bytes, row_stride, output + w * vector_bytes, 0, n_keys, alpha)
+            w += 4
+        while w < n_vectors:
+            one(scores, 0, itemsize, values + w * stored_bytes, row_stride, output + w * vector_bytes, 0, n_keys, alpha)
+            w += 1
+
+    return weigh
 
 
 def build(kernel: Kernel):
@@ -39,8 +63,6 @@ def build(kernel: Kernel):
     _, store_elements = elements(dtype, lanes)
     pack = packing(dtype, lanes)
     dots_in_place, dots_packed = dot_products(dtype, lanes), dot_products(str(compute), lanes)
-    (_, weigh_in_place), (_, weigh_packed) = tile_product(dtype, 1, vectors, lanes), tile_product(str(compute), 1, vectors, lanes)
-    (_, weigh_one_in_place), (_, weigh_one_packed) = tile_product(dtype, 1, 1, lanes), tile_product(str(compute), 1, 1, lanes)
     zero, one, minus_inf = number(0), number(1), number(-np.inf)
     ln2 = float(np.log(2))
 
@@ -53,14 +75,14 @@ def build(kernel: Kernel):
             store_number(query + d * itemsize, zero)
 
     @jit
-    def compute_scores(keys, key_stride, in_place, n_vectors, n_keys, query, scores, begin, end):
+    def compute_scores(keys, key_stride, in_place, n_vectors, n_keys, query, scratch, scores, begin, end):
         """S = q K for keys begin to end of the block, begin rounded down to whole vectors; keys outside become -inf."""
         top = splat(minus_inf)
         for key in range(begin // lanes * lanes, end, lanes):
             if in_place:
-                score = dots_in_place(keys, key_stride, key, n_keys - 1, query, n_vectors)
+                score = dots_in_place(keys, key_stride, key, n_keys - 1, query, n_vectors, scratch)
             else:
-                score = dots_packed(keys, key_stride, key, n_keys - 1, query, n_vectors)
+                score = dots_packed(keys, key_stride, key, n_keys - 1, query, n_vectors, scratch)
             if key < begin or end < key + lanes:
                 at = splat_index(np.int32(key)) + lane_numbers()
                 seen = (splat_index(np.int32(begin)) <= at) & (at < splat_index(np.int32(end)))
@@ -86,26 +108,16 @@ def build(kernel: Kernel):
         store_number(m, m_new)
         store_number(l, load_number(l) * load_number(alpha) + add_lanes(block_sum))
 
+    weigh_in_place, weigh_packed = _weighing(dtype, lanes), _weighing(str(compute), lanes)
+
     @jit
     def weigh_values(values, row_stride, in_place, n_vectors, scores, output, alpha, begin, end):
         """O = alpha O + p V."""
-        element = stored_size if in_place else itemsize
-        values, scores, n = values + begin * row_stride, scores + begin * itemsize, end - begin
-        w = 0
-        while w < n_vectors:
-            source, target = values + w * lanes * element, output + w * vector_bytes
-            if w + vectors <= n_vectors:
-                if in_place:
-                    weigh_in_place(scores, 0, itemsize, source, row_stride, target, 0, n, alpha)
-                else:
-                    weigh_packed(scores, 0, itemsize, source, row_stride, target, 0, n, alpha)
-                w += vectors
-            else:
-                if in_place:
-                    weigh_one_in_place(scores, 0, itemsize, source, row_stride, target, 0, n, alpha)
-                else:
-                    weigh_one_packed(scores, 0, itemsize, source, row_stride, target, 0, n, alpha)
-                w += 1
+        values, scores = values + begin * row_stride, scores + begin * itemsize
+        if in_place:
+            weigh_in_place(values, row_stride, n_vectors, scores, output, alpha, end - begin)
+        else:
+            weigh_packed(values, row_stride, n_vectors, scores, output, alpha, end - begin)
 
     @jit
     def attend(args, q, k, v, item, work):
@@ -128,7 +140,7 @@ def build(kernel: Kernel):
         for i in range(0, n_rows * output_bytes, vector_bytes):
             store(work + args.at_output + i, splat(zero))
         tile_first, tile_last = part_of_keys(args, tile_first, tile_last, split)
-        scores, alpha = work + args.at_scores, work + args.at_alpha
+        scores, alpha, scratch = work + args.at_scores, work + args.at_alpha, work + args.at_sums
         keys_in_place = args.k_dim == stored_size and args.key_columns == args.head_dim
         values_in_place = args.v_dim == stored_size and args.value_columns == args.head_dim_v
         for block in range(tile_first, tile_last, args.kv_tile):
@@ -147,7 +159,7 @@ def build(kernel: Kernel):
                 if begin < end:
                     query, output = work + args.at_queries + r * query_bytes, work + args.at_output + r * output_bytes
                     m, l = work + args.at_m + r * itemsize, work + args.at_l + r * itemsize
-                    top = compute_scores(keys, key_stride, keys_in_place, args.key_columns // lanes, n_keys, query, scores, begin, end)
+                    top = compute_scores(keys, key_stride, keys_in_place, args.key_columns // lanes, n_keys, query, scratch, scores, begin, end)
                     update_softmax(scores, begin, end, top, m, l, alpha)
                     weigh_values(values, value_stride, values_in_place, args.value_columns // lanes, scores, output, alpha, begin, end)
 

@@ -109,11 +109,10 @@ def build(kernel: Kernel):
     # The steps of one key block and one panel of queries
 
     @jit
-    def compute_scores(args, keys, queries, scores, begin, end):
+    def compute_scores(args, keys, key_stride, queries, scores, begin, end):
         """S = K Q, transposed, for keys begin to end of the block."""
-        row_bytes = args.head_dim * itemsize
         for key in range(begin, end, rows):
-            product(keys + key * row_bytes, row_bytes, itemsize, queries, panel_bytes, scores + key * panel_bytes, panel_bytes, args.head_dim)
+            product(keys + key * key_stride, key_stride, itemsize, queries, panel_bytes, scores + key * panel_bytes, panel_bytes, args.head_dim)
 
     @jit
     def mask_scores(scores, block, begin, end, first, last):
@@ -152,40 +151,40 @@ def build(kernel: Kernel):
             store(alpha + w * vector_bytes, shrink)
 
     @jit
-    def weigh_values(args, values, scores, output, alpha, begin, n_keys):
+    def weigh_values(args, values, value_stride, scores, output, alpha, begin, n_keys):
         """O = alpha O + V P, transposed."""
-        row_bytes = args.value_columns * itemsize
-        values, scores = values + begin * row_bytes, scores + begin * panel_bytes
+        values, scores = values + begin * value_stride, scores + begin * panel_bytes
         for column in range(0, args.value_columns, rows):
             target = output + column * panel_bytes
-            accumulate(values + column * itemsize, itemsize, row_bytes, scores, panel_bytes, target, panel_bytes, n_keys, alpha)
+            accumulate(values + column * itemsize, itemsize, value_stride, scores, panel_bytes, target, panel_bytes, n_keys, alpha)
 
     @jit
-    def all_finite(values, n):
-        """Whether none of n numbers is NaN or infinite."""
-        i = 0
-        while i + lanes <= n:
-            x = load(values + i * itemsize)
-            if any_lane(splat(largest) < maximum(x, splat(zero) - x)) or any_lane(x != x):
-                return False
-            i += lanes
-        while i < n:
-            if not abs(load_number(values + i * itemsize)) <= largest:
-                return False
-            i += 1
+    def all_finite(values, value_stride, begin, end, n_columns):
+        """Whether none of the rows from begin until before end has NaN or infinity."""
+        for row in range(begin, end):
+            place, column = values + row * value_stride, 0
+            while column + lanes <= n_columns:
+                x = load(place + column * itemsize)
+                if any_lane(splat(largest) < maximum(x, splat(zero) - x)) or any_lane(x != x):
+                    return False
+                column += lanes
+            while column < n_columns:
+                if not abs(load_number(place + column * itemsize)) <= largest:
+                    return False
+                column += 1
         return True
 
     @jit
-    def weigh_seen_values(args, values, scores, output, alpha, block, begin, end, first, last):
+    def weigh_seen_values(args, values, value_stride, scores, output, alpha, block, begin, end, first, last):
         """`weigh_values` where a row that only some queries see has NaN or infinity: the other queries keep out of it."""
-        for column in range(args.value_columns):
+        for column in range(args.head_dim_v):
             for w in range(vectors):
                 place = output + column * panel_bytes + w * vector_bytes
                 lo, hi = load_index(first + w * lanes * 4), load_index(last + w * lanes * 4)
                 total = load(place) * load(alpha + w * vector_bytes)
                 for key in range(begin, end):
                     at = splat_index(np.int32(block + key))
-                    value = splat(load_number(values + (key * args.value_columns + column) * itemsize))
+                    value = splat(load_number(values + key * value_stride + column * itemsize))
                     probability = load(scores + key * panel_bytes + w * vector_bytes)
                     total = select((lo <= at) & (at < hi), fma(value, probability, total), total)
                 store(place, total)
@@ -208,19 +207,24 @@ def build(kernel: Kernel):
             output = work + args.at_output + p * args.value_columns * panel_bytes
             clear_state(args, work + args.at_m + p * panel_bytes, work + args.at_l + p * panel_bytes, output)
         tile_first, tile_last = part_of_keys(args, tile_first, tile_last, split)
-        keys, values = work + args.at_keys, work + args.at_values
+        # A tile of one panel reads keys and values once. Larger ones reread them, and want them close together.
+        read_once = args.q_tile == panel and stored_size == itemsize
         for block in range(tile_first, tile_last, args.kv_tile):
             n_keys = min(args.kv_tile, tile_last - block)
-            k_block = k + batch * args.k_batch + block * args.k_row + kv_head * args.k_head
-            v_block = v + batch * args.v_batch + block * args.v_row + kv_head * args.v_head
+            keys, key_stride = k + batch * args.k_batch + block * args.k_row + kv_head * args.k_head, args.k_row
+            values, value_stride = v + batch * args.v_batch + block * args.v_row + kv_head * args.v_head, args.v_row
             padded = (n_keys + rows - 1) // rows * rows  # the register tile is filled up with keys that nobody sees
-            pack(k_block, args.k_row, args.k_dim, n_keys, args.head_dim, keys, padded, args.head_dim)
-            pack(v_block, args.v_row, args.v_dim, n_keys, args.head_dim_v, values, n_keys, args.value_columns)
+            if not (read_once and args.k_dim == itemsize and n_keys == padded):
+                pack(keys, args.k_row, args.k_dim, n_keys, args.head_dim, work + args.at_keys, padded, args.head_dim)
+                keys, key_stride = work + args.at_keys, args.head_dim * itemsize
+            if not (read_once and args.v_dim == itemsize and args.head_dim_v == args.value_columns):
+                pack(values, args.v_row, args.v_dim, n_keys, args.head_dim_v, work + args.at_values, n_keys, args.value_columns)
+                values, value_stride = work + args.at_values, args.value_columns * itemsize
             for p in range(n_panels):
-                attend_block(args, work, p, block, n_keys)
+                attend_block(args, work, p, block, n_keys, keys, key_stride, values, value_stride)
 
     @jit
-    def attend_block(args, work, p, block, n_keys):
+    def attend_block(args, work, p, block, n_keys, keys, key_stride, values, value_stride):
         """One key block and one panel of queries."""
         ranges = work + args.at_ranges + p * 32
         begin = max(0, load_int64(ranges) - block) // rows * rows
@@ -231,23 +235,21 @@ def build(kernel: Kernel):
         all_first, all_last = load_int64(ranges + 16) - block, load_int64(ranges + 24) - block
         full_begin = max(begin, min(n_seen, all_first))  # keys before it and from full_end on are masked: some rows do
         full_end = max(full_begin, min(n_seen, all_last))  # not see them
-        keys, values, scores, alpha = work + args.at_keys, work + args.at_values, work + args.at_scores, work + args.at_alpha
+        scores, alpha = work + args.at_scores, work + args.at_alpha
         queries = work + args.at_queries + p * args.head_dim * panel_bytes
         output = work + args.at_output + p * args.value_columns * panel_bytes
         m, l = work + args.at_m + p * panel_bytes, work + args.at_l + p * panel_bytes
         first, last = work + args.at_first + p * panel * 4, work + args.at_last + p * panel * 4
 
-        compute_scores(args, keys, queries, scores, begin, end)
+        compute_scores(args, keys, key_stride, queries, scores, begin, end)
         mask_scores(scores, block, begin, full_begin, first, last)
         mask_scores(scores, block, full_end, end, first, last)
         update_softmax(scores, begin, end, m, l, alpha)
-        row_bytes = args.value_columns * itemsize
-        if all_finite(values + begin * row_bytes, (full_begin - begin) * args.value_columns) and all_finite(
-            values + full_end * row_bytes, (n_seen - full_end) * args.value_columns
-        ):
-            weigh_values(args, values, scores, output, alpha, begin, n_seen - begin)
+        columns = args.head_dim_v
+        if all_finite(values, value_stride, begin, full_begin, columns) and all_finite(values, value_stride, full_end, n_seen, columns):
+            weigh_values(args, values, value_stride, scores, output, alpha, begin, n_seen - begin)
         else:
-            weigh_seen_values(args, values, scores, output, alpha, block, begin, n_seen, first, last)
+            weigh_seen_values(args, values, value_stride, scores, output, alpha, block, begin, n_seen, first, last)
 
     @jit
     def panels_of(args, first_row):

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .convert import COMPUTE, ITEMSIZE, emit_widen, stored_type
-from .vector import Vector, broadcast, element_type, emit_fma, pointer
+from .convert import COMPUTE, ITEMSIZE, elements, emit_widen, stored_type
+from .vector import Simd, broadcast, element_type, emit_fma, fma, jit, llvm_type, pointer
 
 INT32, INT64 = ir.IntType(32), ir.IntType(64)
 BYTES = ir.IntType(8).as_pointer()
@@ -133,44 +134,36 @@ def dot_products(dtype, lanes):
 
     Returns
     -------
-    intrinsic
-        ``dots(keys, key_stride, first, last, query, n)``: the vector of the products of keys ``first``, ``first + 1``, ...
-        with the query, over n vectors of the head dim; past key ``last``, of that key again.
+    function
+        ``dots(keys, key_stride, first, last, query, n, scratch)``: the vector of the products of keys ``first``,
+        ``first + 1``, ... with the query, over n vectors of the head dim; past key ``last``, of that key again. Keys are
+        read one after the other, as they lie, which is what memory is fast at. ``scratch`` takes ``lanes`` vectors.
     """
     compute = COMPUTE[dtype]
-    vector, stored = ir.VectorType(element_type(compute), lanes), ir.VectorType(stored_type(dtype), lanes)
-    itemsize = compute.bitwidth // 8
+    simd = Simd(compute, lanes)
+    load, store, splat, vector_bytes = simd.load, simd.store, simd.splat, simd.bytes
+    load_elements, _ = elements(dtype, lanes)
+    stored_bytes = lanes * ITEMSIZE[dtype]
+    zero = np.float64(0) if compute == types.float64 else np.float32(0)
 
     @intrinsic
-    def dots(typingctx, keys, key_stride, first, last, query, n):
+    def sum_each(typingctx, scratch):
         def codegen(context, builder, sig, args):
-            keys, key_stride, first, last, query, n = args
-            places = []
-            for lane in range(lanes):
-                key = builder.add(first, INT64(lane))
-                key = builder.select(builder.icmp_signed("<", key, last), key, last)
-                places.append(builder.gep(builder.inttoptr(keys, BYTES), [builder.mul(key, key_stride)]))
-            query = builder.inttoptr(query, BYTES)
-            entry, loop, done = builder.basic_block, builder.append_basic_block("d_loop"), builder.append_basic_block("d_done")
-            builder.branch(loop)
-            builder.position_at_end(loop)
-            i = builder.phi(INT64)
-            i.add_incoming(INT64(0), entry)
-            sums = [builder.phi(vector) for _ in places]
-            q = builder.load(pointer(builder, query, vector, builder.mul(i, INT64(lanes * itemsize))), align=itemsize)
-            added = []
-            for place, total in zip(places, sums, strict=True):
-                key = builder.load(pointer(builder, place, stored, builder.mul(i, INT64(lanes * ITEMSIZE[dtype]))), align=1)
-                added.append(emit_fma(builder, emit_widen(builder, key, dtype), q, total))
-                total.add_incoming(ir.Constant(vector, None), entry)
-                total.add_incoming(added[-1], loop)
-            following = builder.add(i, INT64(1))
-            i.add_incoming(following, loop)
-            builder.cbranch(builder.icmp_signed("<", following, n), loop, done)
-            builder.position_at_end(done)
-            return emit_sums(builder, added)
+            kind = llvm_type(simd.vector)
+            places = [pointer(builder, args[0], kind, lane * vector_bytes) for lane in range(lanes)]
+            return emit_sums(builder, [builder.load(place, align=simd.itemsize) for place in places])
 
-        return Vector(compute, lanes)(*[types.int64] * 6), codegen
+        return simd.vector(types.int64), codegen
+
+    @jit
+    def dots(keys, key_stride, first, last, query, n, scratch):
+        for lane in range(lanes):
+            key = keys + min(first + lane, last) * key_stride
+            total = splat(zero)
+            for i in range(n):
+                total = fma(load_elements(key + i * stored_bytes), load(query + i * vector_bytes), total)
+            store(scratch + lane * vector_bytes, total)
+        return sum_each(scratch)
 
     return dots
 

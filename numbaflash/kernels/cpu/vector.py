@@ -247,7 +247,7 @@ def _simd(dtype, lanes):
 
         return vector(), codegen
 
-    self.dtype, self.lanes, self.vector, self.bytes = dtype, lanes, vector, lanes * itemsize
+    self.dtype, self.lanes, self.vector, self.itemsize, self.bytes = dtype, lanes, vector, itemsize, lanes * itemsize
     self.load, self.store, self.splat, self.lane_numbers = load, store, splat, lane_numbers
     return self
 

@@ -1,0 +1,212 @@
+"""Forward attention on the CPU beside torch's scaled_dot_product_attention: ``python -m bench.cpu``.
+
+Both get the same numbers, laid out (batch, heads, seqlen, head_dim), the same number of threads, and allocate their
+output; they take turns, in an order that changes each round. numbaflash's result is compared with float64 on a sample of
+rows first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median, quantiles
+
+from . import records, table
+from .accuracy import Sample
+from .cells import DTYPES, forward_flops, problem_fields
+from .progress import Progress, colour_wanted
+
+METHOD = "wall time of a call, output allocated; libraries interleaved, order rotated"
+WIDTH = 512  # heads * head_dim
+MASKS = {"full": False, "causal": True}
+
+
+@dataclass(frozen=True, slots=True)
+class CpuCell:
+    """One problem; `seqlen`, `batch` and `problem` as in `bench.cells.Cell`."""
+
+    dtype: str
+    batch: int
+    seqlen: int
+    seqlen_k: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool
+
+    @property
+    def problem(self):
+        from numbaflash.problem import make_problem
+
+        q, kv = (self.batch, self.seqlen, self.heads, self.head_dim), (self.batch, self.seqlen_k, self.kv_heads, self.head_dim)
+        return make_problem(q, kv, kv, (self.dtype,) * 3, causal=self.causal)
+
+    def __str__(self):
+        mask = "causal" if self.causal else "full"
+        return f"{self.dtype} D{self.head_dim} {mask} {self.heads}/{self.kv_heads} heads {self.batch}x{self.seqlen}/{self.seqlen_k}"
+
+
+def grid(dtypes, dims, seqlens, masks) -> list[CpuCell]:
+    """Square cells, a batch of one and `WIDTH` / head_dim heads."""
+    return [
+        CpuCell(dtype, 1, n, n, max(1, WIDTH // dim), max(1, WIDTH // dim), dim, mask)
+        for dtype in dtypes
+        for n in seqlens
+        for dim in dims
+        for mask in masks
+    ]
+
+
+def decode_grid(dtypes, dims) -> list[CpuCell]:
+    """A query or sixteen beside many keys, with and without grouped heads."""
+    shapes = [(1, 1, 8192, 8, 8), (1, 1, 8192, 32, 8), (1, 16, 8192, 8, 8), (1, 1, 65536, 1, 1)]
+    return [CpuCell(dtype, *shape, dim, False) for dtype in dtypes for dim in dims for shape in shapes]
+
+
+def parse(arguments=None) -> argparse.Namespace:
+    """The command line, with ``cells`` worked out."""
+    parser = argparse.ArgumentParser(prog="python -m bench.cpu", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--dims", default="64,128", help="head dims (%(default)s)")
+    parser.add_argument("--seqlens", default="2048,8192", help="sequence lengths (%(default)s)")
+    parser.add_argument("--dtypes", default="fp32", help=f"of {', '.join(DTYPES)} (%(default)s)")
+    parser.add_argument("--causal", default="full,causal", help="of full, causal (both)")
+    parser.add_argument("--decode", action="store_true", help="few queries beside many keys instead of --seqlens and --causal")
+    parser.add_argument("--threads", type=int, help="of each library (as many as Numba uses)")
+    parser.add_argument("--rounds", type=int, default=7, help="calls of each library in a cell (%(default)s)")
+    parser.add_argument("--out", type=Path, help=f"folder of the results ({records.RESULTS.relative_to(Path(__file__).parents[1])})")
+    options = parser.parse_args(arguments)
+    try:
+        dims, seqlens = ([int(word) for word in text.split(",")] for text in (options.dims, options.seqlens))
+        dtypes, masks = [DTYPES[name] for name in options.dtypes.split(",")], [MASKS[name] for name in options.causal.split(",")]
+        if min(*dims, *seqlens, options.rounds) < 1 or (options.threads is not None and options.threads < 1):
+            raise ValueError("numbers must be above 0")
+    except (ValueError, KeyError) as error:
+        parser.error(f"cannot read {error}")
+    options.cells = decode_grid(dtypes, dims) if options.decode else grid(dtypes, dims, seqlens, masks)
+    return options
+
+
+def processor() -> str:
+    """Name of the processor, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+class Run:
+    """The measurements of one run; ``records`` grows with each cell."""
+
+    def __init__(self, options):
+        import llvmlite.binding
+        import numba
+        import torch
+
+        import numbaflash
+
+        self.options, self.records = options, []
+        if options.threads is not None:
+            numba.set_num_threads(options.threads)
+        torch.set_num_threads(numba.get_num_threads())
+        self.versions = {table.OURS: numbaflash.__version__, "torch": torch.__version__}
+        self.common = {
+            "gpu": processor(),
+            "cpu": llvmlite.binding.get_host_cpu_name(),
+            "cpu_threads": numba.get_num_threads(),
+            "method": METHOD,
+            **records.run_fields(),
+        }
+
+    def calls(self, cell):
+        """({library: call without arguments}, facts about numbaflash's)."""
+        import torch
+        from torch.nn import functional
+
+        import numbaflash
+
+        shapes = [(cell.batch, heads, n, cell.head_dim) for heads, n in ((cell.heads, cell.seqlen), *[(cell.kv_heads, cell.seqlen_k)] * 2)]
+        generator = torch.Generator().manual_seed(0)
+        q, k, v = (torch.randn(shape, generator=generator).to(getattr(torch, cell.dtype)) for shape in shapes)
+        ours = [x.transpose(1, 2) for x in (q, k, v)]
+        grouped = {"enable_gqa": True} if cell.heads != cell.kv_heads else {}
+        calls = {
+            table.OURS: lambda: numbaflash.forward(*ours, causal=cell.causal),
+            "torch": lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=cell.causal, **grouped),
+        }
+        error, complaint = Sample(cell, *ours).judge(calls[table.OURS]())
+        plan = numbaflash.explain(*ours, causal=cell.causal).plan
+        facts = {"error_per_tolerance": error, "family": plan.family, "config": repr(plan.config), "grid": list(plan.grid), "threads": plan.threads}
+        return calls, facts, complaint
+
+    def cell(self, cell) -> str | None:
+        """Measure a cell; returns what is wrong with numbaflash's result, or None."""
+        calls, facts, complaint = self.calls(cell)
+        seconds = {name: [] for name in calls}
+        if complaint is None:
+            for call in calls.values():
+                call()
+            for turn in range(self.options.rounds):
+                names = list(calls)
+                for name in names[turn % 2 :] + names[: turn % 2]:
+                    start = time.perf_counter()
+                    calls[name]()
+                    seconds[name].append(time.perf_counter() - start)
+        for name, times in seconds.items():
+            base = {
+                "bench": "cpu",
+                "direction": "forward",
+                **problem_fields(cell.problem, cell.causal),
+                "library": name,
+                "version": self.versions[name],
+            }
+            more = facts if name == table.OURS else {}
+            self.records.append(records.check({**base, **self._numbers(cell, times, complaint), **more, **self.common}))
+        return complaint
+
+    @staticmethod
+    def _numbers(cell, seconds, complaint):
+        if complaint:
+            return {"ms": None, "tflops": None, "skipped": complaint}
+        ms = [1e3 * s for s in seconds]
+        first, _, third = quantiles(ms, n=4) if len(ms) > 1 else ms * 3
+        middle = median(ms)
+        numbers = {"ms": middle, "ms_q1": first, "ms_q3": third, "ms_min": min(ms), "rounds": len(ms), "launches": 1}
+        return {**numbers, "tflops": forward_flops(cell.problem) / middle / 1e9}
+
+
+def main(arguments=None) -> int:
+    options = parse(arguments)
+    try:
+        run = Run(options)
+    except ImportError as error:
+        print(f"bench.cpu needs torch: {error}. Install it with pip install 'numbaflash[bench]'", file=sys.stderr)
+        return 2
+    path = records.result_path(run.common["gpu"], "cpu", options.out)
+    print(f"{run.common['gpu']}, {run.common['cpu_threads']} threads each; {len(options.cells)} cells", flush=True)
+    progress, wrong = Progress(len(options.cells), "cpu"), []
+    try:
+        for cell in options.cells:
+            complaint = run.cell(cell)
+            if complaint:
+                wrong.append(f"{cell}: {complaint}")
+            records.write(path, run.records)
+            progress.step(str(cell))
+    except KeyboardInterrupt:
+        print(f"interrupted; what was measured is in {path}", file=sys.stderr)
+        return 130
+    finally:
+        progress.close()
+    print(table.forward_table(run.records, metric="ms", colour=colour_wanted()))
+    print(f"\n{table.summary(run.records)}\n{path}")
+    for line in wrong:
+        print(line, file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
