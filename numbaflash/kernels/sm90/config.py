@@ -181,7 +181,7 @@ def forward_config(problem: Problem) -> ForwardConfig:
             tiles = {"q_tile": 128, "kv_block": 160}
     elif widest <= 192:
         tiles = {"q_tile": 128, "kv_block": 96, "out_parts": 3, "rescale_first": True}
-    elif problem.seqlen_k <= (2048 if banded else 768):
+    elif problem.seqlen_k <= (2048 if banded else 1024):
         # Finer blocks waste less on the diagonal and at the end, and leave room for the output beside Q.
         tiles = {"q_tile": 128, "kv_block": 64, "out_parts": 2, "rescale_first": True}
     else:
