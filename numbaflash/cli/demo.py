@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 
 from . import options
 from .errors import CommandError, reported
@@ -74,14 +75,16 @@ def _size_and_device(arguments):
     if arguments.device.startswith("sm_"):
         raise CommandError(f"demo computes on cpu, cuda:INDEX or auto; got --device {arguments.device}")
     if arguments.device == "auto":
-        size = GPU_SIZE | given
         try:
-            device = open_device("cuda:0", size["dtype"])
+            device = open_device("cuda:0")
         except CommandError:
             device = Cpu()
     else:
-        device = open_device(arguments.device, given.get("dtype", GPU_SIZE["dtype"]))
-    return (CPU_SIZE if device.name == "cpu" else GPU_SIZE) | given, device
+        device = open_device(arguments.device)
+    size = CPU_SIZE if device.name == "cpu" else GPU_SIZE
+    if importlib.util.find_spec("ml_dtypes") is None:  # without which NumPy, where the data comes from, has no bfloat16
+        size = size | {"dtype": size["dtype"].replace("bfloat16", "float16")}
+    return size | given, device
 
 
 def _measured(call, device, repeats):

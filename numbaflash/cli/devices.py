@@ -153,6 +153,8 @@ class NumbaCuda:
 
     def put(self, array):
         with self.gpu:
+            if array.dtype.name == "bfloat16":  # Numba cannot copy it from the host
+                return self.cuda.to_device(np.ascontiguousarray(array).view(np.uint16)).view(array.dtype)
             return self.cuda.to_device(array)
 
     def get(self, array):
@@ -178,15 +180,13 @@ def planned_device(name: str) -> Device:
     return toolchain.device(int(index))
 
 
-def open_device(name: str, dtype: str):
+def open_device(name: str):
     """The place a command computes in.
 
     Parameters
     ----------
     name : str
         "cpu" or "cuda:INDEX".
-    dtype : str
-        What it has to hold: Numba device arrays have no bfloat16.
 
     Raises
     ------
@@ -200,8 +200,6 @@ def open_device(name: str, dtype: str):
     for module, kind in (("torch", Torch), ("cupy", CuPy), ("numba_cuda", NumbaCuda)):
         if importlib.util.find_spec(module) is None:
             reasons.append(f"{kind.library} is not installed")
-        elif kind is NumbaCuda and dtype == "bfloat16":
-            reasons.append("Numba device arrays have no bfloat16")
         else:
             try:
                 return kind(index)

@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         arrays = files.load(arguments.input)
         if arguments.dtype is not None:
             arrays = {name: array.astype(files.dtype_of(arguments.dtype), copy=False) for name, array in arrays.items()}
-        device = open_device(arguments.device, arrays["q"].dtype.name)
+        device = open_device(arguments.device)
         q, k, v = (device.put(arrays[name]) for name in files.OPERANDS)
         start = time.perf_counter()
         with use_family(arguments.family):
