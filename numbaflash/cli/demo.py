@@ -52,14 +52,14 @@ def run(arguments: argparse.Namespace) -> int:
         q, k, v = (device.put(x) for x in host)
         sizes = " x ".join(map(str, shape))
         kind = f"{size['dtype']}, {'causal' if causal else 'full'}"
-        print(f"Attention of {sizes} (batch x seqlen x heads x head_dim), {kind}, on {device.name}, {device.library} arrays\n")
+        print(f"Attention of {sizes} (batch x seqlen x heads x head_dim), {kind}, on {device.name}, {device.library} arrays\n", flush=True)
         with use_family(arguments.family):
-            print(api.explain(q, k, v, causal=causal, return_lse=True), "\n", sep="")
 
             def flash():
                 return api.forward(q, k, v, causal=causal, return_lse=True)
 
             first = seconds(flash, device.synchronize, repeats=1)
+            print(api.explain(q, k, v, causal=causal, return_lse=True), "\n", sep="")
             out, lse, flash_row = _measured(flash, device, arguments.repeats)
             print(f"{'':12}{'time':>12}{'peak memory':>16}   (memory on top of q, k, v; first call {seconds_text(first)})")
             print(f"{'numbaflash':12}{flash_row[0]:>12}{flash_row[1]:>16}")
