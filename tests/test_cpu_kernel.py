@@ -207,7 +207,7 @@ def test_rows_to_panels_and_back(dtype):
 
     @njit
     def both(source, result, offset, panel, panel_stride, factors):
-        load_rows(source, offset, kind(2), kind(0.5), panel, panel_stride)
+        load_rows(source, offset, kind(2.5), panel, panel_stride)
         store_rows(panel, panel_stride, factors, result, offset)
 
     number = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}.get(dtype, kind)
@@ -291,6 +291,22 @@ def test_bad_values_reach_exactly_the_rows_that_see_them(bad):
         np.testing.assert_allclose(out[:, :key], clean[:, :key], rtol=1e-5, atol=1e-6)
         assert not np.isfinite(out[:, key:, :, 3]).any()
         np.testing.assert_allclose(np.delete(out, 3, axis=3), np.delete(clean, 3, axis=3), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_infinite_queries(rows):
+    """Scores of -inf weigh nothing, even where there is nothing else; one of +inf makes its row NaN."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, n, 1, 24)).astype(np.float32) for n in (rows, 70, 70))
+    k[..., 5], k[..., 20] = -abs(k[..., 5]) - 1, 1
+    q[:, 0, :, 5] = np.inf
+    out, lse = attend(q, k, v)
+    assert not out[:, 0].any() and np.isneginf(lse[..., 0]).all()
+    q[:, 0, :, 20] = np.inf
+    k[:, 3:, :, 20] = 0
+    out, lse = attend(q, k, v)
+    assert np.isnan(out[:, 0]).all() and np.isnan(lse[..., 0]).all()
+    assert np.isfinite(out[:, 1:]).all() and np.isfinite(lse[..., 1:]).all()
 
 
 def attend(q, k, v, *, threads=None, with_lse=True, choice=None, **options):

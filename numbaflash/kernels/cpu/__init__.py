@@ -6,6 +6,8 @@ dtypes, ``config`` the choice of tiles and ``launch`` threads and compilation.
 
 from __future__ import annotations
 
+import numba
+
 from ...dispatch import Device, Layouts, Plan
 from ...problem import Problem
 
@@ -14,7 +16,11 @@ __all__ = ["plan", "prepare", "resources", "supports"]
 
 def supports(problem: Problem, device: Device) -> tuple[str, ...]:
     """Reasons why this family cannot compute the problem there; empty when it can."""
-    return () if device.kind == "cpu" else (f"it computes on the CPU, the arrays are on {device.name}",)
+    if device.kind != "cpu":
+        return (f"it computes on the CPU, the arrays are on {device.name}",)
+    if numba.config.DISABLE_JIT:
+        return ("NUMBA_DISABLE_JIT is set, and its kernels exist only compiled",)
+    return ()
 
 
 def plan(problem: Problem, layouts: Layouts, device: Device) -> Plan:

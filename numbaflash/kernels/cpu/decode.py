@@ -70,7 +70,7 @@ def build(kernel: Kernel):
     def load_row(args, source, query):
         """A query in units of log2(e), filled up with zeros."""
         for d in range(args.head_dim):
-            store_number(query + d * itemsize, number(np.float64(load_element(source + d * args.q_dim)) * args.score_scale))
+            store_number(query + d * itemsize, load_element(source + d * args.q_dim) * number(args.score_scale))
         for d in range(args.head_dim, args.key_columns):
             store_number(query + d * itemsize, zero)
 

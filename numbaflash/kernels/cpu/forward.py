@@ -83,18 +83,17 @@ def build(kernel: Kernel):
     def pack_queries(args, addresses, queries):
         """Transpose a panel of queries, in units of log2(e)."""
         factor = number(args.score_scale)
-        remainder = number(args.score_scale - np.float64(factor))
         d = 0
         if args.q_dim == stored_size:
             while d + lanes <= args.head_dim:
                 for w in range(vectors):
                     target = queries + d * panel_bytes + w * vector_bytes
-                    load_rows(addresses + w * lanes * 8, d * stored_size, factor, remainder, target, panel_bytes)
+                    load_rows(addresses + w * lanes * 8, d * stored_size, factor, target, panel_bytes)
                 d += lanes
         while d < args.head_dim:
             for lane in range(panel):
-                scaled = np.float64(load_element(load_int64(addresses + lane * 8) + d * args.q_dim)) * args.score_scale
-                store_number(queries + d * panel_bytes + lane * itemsize, number(scaled))
+                element = load_element(load_int64(addresses + lane * 8) + d * args.q_dim)
+                store_number(queries + d * panel_bytes + lane * itemsize, element * factor)
             d += 1
 
     @jit

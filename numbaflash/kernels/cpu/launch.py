@@ -11,6 +11,7 @@ import numba
 from numba import types
 from numba.core.ccallback import CFunc
 
+from ...toolchain.log import logger
 from . import cache, decode, driver, forward
 from .arguments import ARGUMENTS, arguments
 from .config import Kernel
@@ -52,6 +53,7 @@ def _compile_kernel(kernel: Kernel) -> CFunc:
     function = CFunc(BUILD[kernel.form](kernel).thread, signature, {}, {"nopython": True, "error_model": "numpy"})
     function._cache = cache.KernelCache(repr(kernel))
     function.compile()
+    logger.info("%s the CPU kernel %s", "fetched" if function.cache_hits else "compiled", kernel)
     return function
 
 

@@ -9,7 +9,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from .convert import COMPUTE, emit_narrow, emit_widen, stored_type
-from .vector import broadcast, element_type, emit_fma, pointer
+from .vector import broadcast, element_type, pointer
 
 INT32, INT64 = ir.IntType(32), ir.IntType(64)
 
@@ -46,8 +46,8 @@ def transposing(dtype, lanes):
     Returns
     -------
     load_rows : intrinsic
-        ``load_rows(addresses, offset, factor, remainder, panel, panel_stride)``: elements at ``offset`` bytes of the
-        ``lanes`` rows whose addresses are listed at ``addresses`` go to ``panel``, times ``factor + remainder``.
+        ``load_rows(addresses, offset, factor, panel, panel_stride)``: elements at ``offset`` bytes of the ``lanes`` rows
+        whose addresses are listed at ``addresses`` go to ``panel``, times ``factor``.
     store_rows : intrinsic
         ``store_rows(panel, panel_stride, factors, addresses, offset)``: the way back; the factors of the rows lie at an
         address.
@@ -63,18 +63,17 @@ def transposing(dtype, lanes):
             yield pointer(builder, builder.add(address, offset), stored)
 
     @intrinsic
-    def load_rows(typingctx, addresses, offset, factor, remainder, panel, panel_stride):
+    def load_rows(typingctx, addresses, offset, factor, panel, panel_stride):
         def codegen(context, builder, sig, args):
-            addresses, offset, factor, remainder, panel, panel_stride = args
-            factor, remainder = broadcast(builder, factor, lanes), broadcast(builder, remainder, lanes)
+            addresses, offset, factor, panel, panel_stride = args
+            factor = broadcast(builder, factor, lanes)
             rows = [emit_widen(builder, builder.load(place, align=1), dtype) for place in places(builder, addresses, offset)]
             for i, column in enumerate(emit_transpose(builder, rows)):
-                scaled = emit_fma(builder, column, factor, builder.fmul(column, remainder))
                 place = pointer(builder, builder.add(panel, builder.mul(panel_stride, INT64(i))), vector)
-                builder.store(scaled, place, align=itemsize)
+                builder.store(builder.fmul(column, factor), place, align=itemsize)
             return context.get_dummy_value()
 
-        return types.void(types.int64, types.int64, compute, compute, types.int64, types.int64), codegen
+        return types.void(types.int64, types.int64, compute, types.int64, types.int64), codegen
 
     @intrinsic
     def store_rows(typingctx, panel, panel_stride, factors, addresses, offset):
