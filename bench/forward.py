@@ -34,6 +34,7 @@ def parse(arguments=None) -> argparse.Namespace:
     parser.add_argument("--dtypes", help=f"of {', '.join(DTYPES)} (bf16,fp16)")
     parser.add_argument("--causal", help="of full, causal (both)")
     parser.add_argument("--heads", help='of mha (heads * D = 2048), gqa (32/8), or "H/Hk" (mha,gqa)')
+    parser.add_argument("--pair", action="store_true", help="the n-th of --dtypes with the n-th of --heads, not every combination")
     parser.add_argument("--tokens", type=int, default=16384, help="batch * seqlen (%(default)s)")
     parser.add_argument("--libraries", default=",".join(NAMES), help="(%(default)s)")
     parser.add_argument("--quick", action="store_true", help="bf16, equal heads, three lengths, 5 rounds, in a minute; other options override")
@@ -53,13 +54,20 @@ def parse(arguments=None) -> argparse.Namespace:
         kinds = _words("heads", options.heads)
         for kind in kinds:
             heads_of(kind, 64)
+        if options.pair and len(dtypes) != len(kinds):
+            raise ValueError(f"--pair needs as many --dtypes as --heads; got {len(dtypes)} and {len(kinds)}")
         options.libraries = _choices("libraries", options.libraries, NAMES)
         for name in ("budget", "rounds"):
             if not getattr(options, name) > 0:
                 raise ValueError(f"--{name} must be above 0; got {getattr(options, name)}")
     except ValueError as error:
         parser.error(str(error))
-    options.cells = grid(dtypes=dtypes, dims=dims, seqlens=seqlens, causal=masks, heads=kinds, tokens=options.tokens)
+    groups = [([dtype], [kind]) for dtype, kind in zip(dtypes, kinds, strict=True)] if options.pair else [(dtypes, kinds)]
+    options.cells = [
+        cell
+        for dtypes, kinds in groups
+        for cell in grid(dtypes=dtypes, dims=dims, seqlens=seqlens, causal=masks, heads=kinds, tokens=options.tokens)
+    ]
     return options
 
 

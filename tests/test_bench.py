@@ -592,3 +592,14 @@ def test_the_command_line_without_a_gpu():
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-m", "bench.forward", "--quick"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
+
+
+def test_pairs_of_dtypes_and_heads():
+    cells = forward.parse(["--dtypes", "bf16,fp16", "--heads", "mha,gqa", "--pair", "--dims", "64", "--seqlens", "512"]).cells
+    assert [(c.dtype, c.kv_heads) for c in cells] == [("bfloat16", 32)] * 2 + [("float16", 8)] * 2
+
+
+def test_pairs_must_match(capsys):
+    with pytest.raises(SystemExit):
+        forward.parse(["--dtypes", "bf16", "--heads", "mha,gqa", "--pair"])
+    assert "as many --dtypes as --heads; got 1 and 2" in capsys.readouterr().err
