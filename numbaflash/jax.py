@@ -21,10 +21,13 @@ from .call import MAX_CALLS, device_of, plan_call
 from .dispatch import family, forced_family, use_family
 from .problem import ITEMSIZE, UnsupportedError, make_problem
 
-try:
-    import jax.ffi
-except ImportError:
-    raise ImportError("numbaflash needs a JAX that has jax.ffi (0.5 or newer)") from None
+OLDEST = (0, 6)
+"""The oldest JAX whose FFI tells a handler its device; `jax.ffi` itself came with 0.5."""
+
+if jax.__version_info__ < OLDEST:
+    raise ImportError(f"numbaflash needs JAX 0.6 or newer, because of its FFI; installed is {jax.__version__}. Run pip install -U jax")
+
+import jax.ffi  # noqa: E402  (a submodule that not every JAX has)
 
 TARGET = "numbaflash_forward"
 
@@ -153,7 +156,7 @@ class _Span(ctypes.Structure):
 
 
 class _Metadata(ctypes.Structure):
-    _fields_ = [("struct_size", _size), ("version", _Version), ("traits", ctypes.c_uint32), ("state_type", _i64)]
+    _fields_ = [("struct_size", _size), ("version", _Version), ("traits", ctypes.c_uint32)]
 
 
 class _MetadataExtension(ctypes.Structure):
@@ -176,7 +179,8 @@ class _ApiError(Exception):
 def _handle(platform: str, frame_address: int) -> int | None:
     """Serve one call of XLA: returns None, or the address of an error object."""
     frame = _CallFrame.from_address(frame_address)
-    api = _Api.from_address(frame.api)
+    # The jaxlibs of version 0.1 (before 0.9) ask for metadata without an API.
+    api = _Api.from_address(frame.api) if frame.api else _Api(version=_Version(major=0, minor=1))
     try:
         if frame.extension:
             _tell_metadata(frame, api)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import os
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from numbaflash.problem import UnsupportedError
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
+enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else importlib.import_module("jax.experimental").enable_x64  # before JAX 0.8
 ROOT = Path(__file__).resolve().parent.parent
 
 RNG = np.random.default_rng(0)
@@ -43,7 +46,7 @@ def made(dtype="float32"):
 @pytest.mark.parametrize("options", [{}, {"causal": "top_left", "window": (4, 1), "scale": 0.3}])
 @pytest.mark.parametrize("jitted", [False, True])
 def test_forward(dtype, options, jitted):
-    with jax.enable_x64(dtype == "float64"):
+    with enable_x64(dtype == "float64"):
         q, k, v = made(dtype)
 
         def run(q, k, v):
@@ -244,7 +247,8 @@ def test_several_devices():
             assert "q must lie on one device; it is spread over 2" in str(error) and "jax.shard_map" in str(error), error
         else:
             raise SystemExit("no error")
-        inside = jax.shard_map(lambda *a: numbaflash.forward(*a, causal=True), mesh=mesh, in_specs=(P("x"),) * 3, out_specs=P("x"))
+        shard_map = getattr(jax, "shard_map", None) or __import__("jax.experimental.shard_map", fromlist=["shard_map"]).shard_map
+        inside = shard_map(lambda *a: numbaflash.forward(*a, causal=True), mesh=mesh, in_specs=(P("x"),) * 3, out_specs=P("x"))
         np.testing.assert_array_equal(jax.jit(inside)(*spread), want)
         np.testing.assert_array_equal(inside(*spread), want)
     """
@@ -275,7 +279,7 @@ def test_the_structs_are_those_of_the_header(tmp_path):
         "XLA_FFI_Stream_Get_Args": (glue._StreamGet, {"ctx": "context", "stream": "stream"}),
         "XLA_FFI_DeviceOrdinal_Get_Args": (glue._DeviceOrdinalGet, {"ctx": "context", "device_ordinal": "ordinal"}),
         "XLA_FFI_ByteSpan": (glue._Span, {"ptr": "data", "len": "size"}),
-        "XLA_FFI_Metadata": (glue._Metadata, {"api_version": "version", "traits": "traits", "state_type_id": "state_type"}),
+        "XLA_FFI_Metadata": (glue._Metadata, {"api_version": "version", "traits": "traits"}),
         "XLA_FFI_Metadata_Extension": (glue._MetadataExtension, {"metadata": "metadata"}),
         "XLA_FFI_Api_Version": (glue._Version, {"major_version": "major", "minor_version": "minor"}),
         "XLA_FFI_Api": (
@@ -297,3 +301,31 @@ def test_the_structs_are_those_of_the_header(tmp_path):
     for struct, (ours, members) in pairs.items():
         for c, name in members.items():
             assert getattr(ours, name).offset == next(told), f"{struct}.{c}"
+
+
+def test_metadata_is_told_without_an_api():
+    """As a jaxlib before 0.9 asks for it."""
+    from numbaflash import jax as glue
+
+    told = glue._Metadata()
+    question = glue._MetadataExtension(type=glue._METADATA, metadata=ctypes.pointer(told))
+    frame = glue._CallFrame(extension=ctypes.addressof(question))
+    assert glue._handle("cpu", ctypes.addressof(frame)) is None
+    assert (told.version.major, told.version.minor, told.traits) == (0, 1, glue._CAN_BE_CAPTURED)
+
+
+def test_jax_that_is_too_old():
+    program = """
+        import jax, jax.numpy as jnp
+        jax.__version__, jax.__version_info__ = "0.5.3", (0, 5, 3)
+        import numbaflash
+        x = jnp.ones((1, 4, 1, 8))
+        try:
+            numbaflash.forward(x, x, x)
+        except ImportError as error:
+            assert "needs JAX 0.6 or newer" in str(error) and "installed is 0.5.3" in str(error) and "pip install -U" in str(error), error
+        else:
+            raise SystemExit("computed")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
