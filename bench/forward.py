@@ -64,9 +64,7 @@ def parse(arguments=None) -> argparse.Namespace:
         parser.error(str(error))
     groups = [([dtype], [kind]) for dtype, kind in zip(dtypes, kinds, strict=True)] if options.pair else [(dtypes, kinds)]
     options.cells = [
-        cell
-        for dtypes, kinds in groups
-        for cell in grid(dtypes=dtypes, dims=dims, seqlens=seqlens, causal=masks, heads=kinds, tokens=options.tokens)
+        cell for dtypes, kinds in groups for cell in grid(dtypes=dtypes, dims=dims, seqlens=seqlens, causal=masks, heads=kinds, tokens=options.tokens)
     ]
     return options
 
