@@ -21,11 +21,11 @@ from .call import MAX_CALLS, device_of, plan_call
 from .dispatch import family, forced_family, use_family
 from .problem import ITEMSIZE, UnsupportedError, make_problem
 
-OLDEST = (0, 6)
-"""The oldest JAX whose FFI tells a handler its device; `jax.ffi` itself came with 0.5."""
+OLDEST = (0, 6, 2)
+"""The oldest JAX that has all: `jax.ffi` (0.5), handlers that are told their device (0.6), results that vary in a shard_map (0.6.2)."""
 
 if jax.__version_info__ < OLDEST:
-    raise ImportError(f"numbaflash needs JAX 0.6 or newer, because of its FFI; installed is {jax.__version__}. Run pip install -U jax")
+    raise ImportError(f"numbaflash needs JAX 0.6.2 or newer, because of its FFI; installed is {jax.__version__}. Run pip install -U jax")
 
 import jax.ffi  # noqa: E402  (a submodule that not every JAX has)
 

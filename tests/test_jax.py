@@ -247,8 +247,7 @@ def test_several_devices():
             assert "q must lie on one device; it is spread over 2" in str(error) and "jax.shard_map" in str(error), error
         else:
             raise SystemExit("no error")
-        shard_map = getattr(jax, "shard_map", None) or __import__("jax.experimental.shard_map", fromlist=["shard_map"]).shard_map
-        inside = shard_map(lambda *a: numbaflash.forward(*a, causal=True), mesh=mesh, in_specs=(P("x"),) * 3, out_specs=P("x"))
+        inside = jax.shard_map(lambda *a: numbaflash.forward(*a, causal=True), mesh=mesh, in_specs=(P("x"),) * 3, out_specs=P("x"))
         np.testing.assert_array_equal(jax.jit(inside)(*spread), want)
         np.testing.assert_array_equal(inside(*spread), want)
     """
@@ -317,13 +316,13 @@ def test_metadata_is_told_without_an_api():
 def test_jax_that_is_too_old():
     program = """
         import jax, jax.numpy as jnp
-        jax.__version__, jax.__version_info__ = "0.5.3", (0, 5, 3)
+        jax.__version__, jax.__version_info__ = "0.6.1", (0, 6, 1)
         import numbaflash
         x = jnp.ones((1, 4, 1, 8))
         try:
             numbaflash.forward(x, x, x)
         except ImportError as error:
-            assert "needs JAX 0.6 or newer" in str(error) and "installed is 0.5.3" in str(error) and "pip install -U" in str(error), error
+            assert "needs JAX 0.6.2 or newer" in str(error) and "installed is 0.6.1" in str(error) and "pip install -U" in str(error), error
         else:
             raise SystemExit("computed")
     """
