@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .inline import I32, U32, VOID, instruction
+from .inline import U32, VOID, instruction
 
 init = instruction("mbarrier.init.shared::cta.b64 [$0], $1;", VOID, U32, U32)
 """Make the barrier at the address complete a phase after so many arrivals."""
@@ -10,15 +10,10 @@ init = instruction("mbarrier.init.shared::cta.b64 [$0], $1;", VOID, U32, U32)
 fence_init = instruction("fence.mbarrier_init.release.cluster;", VOID)
 """Make initialised barriers visible to the copy engine."""
 
-expect_bytes = instruction("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", VOID, U32, U32)
-"""Arrive, and let the present phase wait for so many bytes of bulk copies too."""
-
 arrive = instruction("mbarrier.arrive.shared::cta.b64 _, [$0];", VOID, U32)
 
 ARRIVE_WHERE_ZERO = "{.reg .pred p; setp.eq.s32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0];}"
-arrive_where_zero = instruction(ARRIVE_WHERE_ZERO, VOID, U32, I32)
-"""Arrive in the threads whose second argument is 0. A predicate, not a branch: ptxas schedules across it."""
+"""PTX (address, number): arrive in the threads whose number is 0. A predicate, not a branch: ptxas schedules across it."""
 
 WAIT = "{\n .reg .pred p;\n WAIT:\n mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1, 10000000;\n @p bra DONE;\n bra WAIT;\n DONE:\n }"
-wait = instruction(WAIT, VOID, U32, U32)
-"""Wait for the phase of the given parity to complete. A fresh barrier passes a wait for parity 1."""
+"""PTX (address, parity): wait for the phase of that parity to complete. A fresh barrier passes a wait for parity 1."""

@@ -20,5 +20,4 @@ def _dynamic_base(builder, args, _):
 dynamic_base = make_intrinsic(U32, (), _dynamic_base)
 """Address of the kernel's dynamic shared memory."""
 
-store_f32 = instruction("st.shared.f32 [$0], $1;", VOID, U32, F32)
 store_global_f32 = instruction("st.global.f32 [$0], $1;", VOID, U64, F32)

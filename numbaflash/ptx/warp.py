@@ -9,13 +9,6 @@ shuffle_index = instruction("shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", I
 
 shuffle_xor = instruction("shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", F32, F32, I32)
 
-any_lane = instruction(
-    "{.reg .pred p, q; setp.ne.u32 p, $1, 0; vote.sync.any.pred q, p, 0xffffffff; selp.u32 $0, 1, 0, q;}",
-    U32,
-    U32,
-)
-"""1 in every lane when the argument is not 0 in some lane."""
-
 elect = instruction("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 $0, 1, 0, p;}", U32)
 """1 in one lane of a converged warp, 0 in the others; ptxas needs no divergence loop around what that lane issues."""
 
