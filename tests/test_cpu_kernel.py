@@ -594,3 +594,25 @@ def test_supports_and_resources():
     resources = cpu.resources(plan)
     assert resources["threads"] == plan.threads and resources["workspace_bytes_per_thread"] > 64 * 300 * 4 // plan.threads
     assert plan.grid == (config.work_items(problem, plan.config),) and plan.threads == launch.available_threads()
+
+
+def test_kernels_that_different_processes_cached_keep_apart(tmp_path):
+    """Kernels of one factory have like-named symbols; loaded side by side, each must call its own."""
+    one = """
+        import os
+        import numpy as np
+        import numbaflash
+        from numbaflash import reference
+        from numbaflash.problem import make_problem
+
+        for dtype in os.environ["DTYPES"].split():
+            q, k, v = np.random.default_rng(0).standard_normal((3, 1, 70, 2, 32)).astype(dtype)
+            out = numbaflash.forward(q, k, v)
+            expected, _ = reference.forward(make_problem(q.shape, k.shape, v.shape, [dtype] * 3), q, k, v)
+            assert np.abs(out - expected).max() < (1e-2 if dtype == "float16" else 1e-4), dtype
+        """
+    dtypes = ("float16", "float32", "float64")
+    for dtype in dtypes:
+        python(one, NUMBAFLASH_CACHE_DIR=tmp_path, DTYPES=dtype)
+    python(one, NUMBAFLASH_CACHE_DIR=tmp_path, DTYPES=" ".join(dtypes))
+    python(one, NUMBAFLASH_CACHE_DIR=tmp_path, DTYPES=" ".join(reversed(dtypes)))

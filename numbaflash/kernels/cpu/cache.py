@@ -8,16 +8,19 @@ the processor and its features, and the kernel's options: an entry is never out 
 from __future__ import annotations
 
 import base64
-import functools
+import contextlib
 import hashlib
+import itertools
 import pickle
 import platform
+import secrets
 import sys
 from pathlib import Path
 
 import llvmlite
 import numba
 import numpy as np
+from numba.core.bytecode import FunctionIdentity
 from numba.core.caching import NullCache
 from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
@@ -39,7 +42,7 @@ class KernelCache(NullCache):
         self._description = description
 
     def _key(self, signature, target_context) -> str:
-        parts = (fingerprint(), self._description, repr(signature), repr(target_context.codegen().magic_tuple()))
+        parts = (FINGERPRINT, self._description, repr(signature), repr(target_context.codegen().magic_tuple()))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def load_overload(self, sig, target_context):
@@ -59,8 +62,23 @@ class KernelCache(NullCache):
         cache.store(self._key(sig, data.target_context), base64.b64encode(dumps(data._reduce())).decode(), meta)
 
 
-@functools.cache
-def fingerprint() -> str:
+@contextlib.contextmanager
+def own_symbols():
+    """What is compiled within has symbols that no other process gives to something else.
+
+    Numba numbers functions from 1 in each process and names symbols after function and number. Functions made by one
+    factory for two kernels share their name: cached by two processes and loaded by a third, they could share a symbol
+    too, and the one loaded first would be called for both.
+    """
+    numbers = FunctionIdentity._unique_ids
+    FunctionIdentity._unique_ids = itertools.count(secrets.randbits(60))
+    try:
+        yield
+    finally:
+        FunctionIdentity._unique_ids = numbers
+
+
+def _fingerprint() -> str:
     """Digest of the sources of this folder and the versions that compiled code depends on."""
     versions = (sys.version_info[:3], platform.machine(), numba.__version__, llvmlite.__version__, np.__version__)
     digest = hashlib.sha256(repr(versions).encode())
@@ -68,3 +86,7 @@ def fingerprint() -> str:
         digest.update(f"{path.name} {path.stat().st_size}\n".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+FINGERPRINT = _fingerprint()
+"""Taken when the sources are imported, as later they may be edited ones."""

@@ -68,7 +68,7 @@ def _compile_driver():
 
 def compiled(kernel: Kernel):
     """(driver, compiled kernel), each compiled at most once in the process."""
-    with _compiling:
+    with _compiling, cache.own_symbols():
         return _compile_driver(), _compile_kernel(kernel)
 
 
