@@ -7,9 +7,11 @@ bfloat16, since no other 2-byte element type is written that way. Pickled object
 from __future__ import annotations
 
 import json
+import operator
 import os
 import struct
 import tempfile
+import tokenize
 import zipfile
 import zlib
 from contextlib import suppress
@@ -23,6 +25,11 @@ from .problem import DTYPES
 OPERANDS = ("q", "k", "v")
 _SAFETENSORS_NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format itself
+_DAMAGE = (
+    *(ValueError, EOFError, OSError, MemoryError, NotImplementedError, RuntimeError, OverflowError, SyntaxError),
+    *(tokenize.TokenError, zipfile.BadZipFile, zlib.error),
+)
+"""What NumPy, zipfile and the parsers below them raise for bytes that make no sense: versions, sizes and headers of any kind."""
 
 
 class FileError(ValueError):
@@ -159,7 +166,7 @@ def _read_npy(path: Path, file=None, member: str = "") -> np.ndarray:
     with file or _opened(path) as handle:
         try:
             return np.lib.format.read_array(handle, allow_pickle=False)
-        except (ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error, MemoryError, NotImplementedError) as error:
+        except _DAMAGE as error:
             if "allow_pickle" in str(error):
                 raise FileError(f"{where} holds pickled Python objects, which are never loaded; save it as a float array") from None
             raise FileError(f"{where} is damaged or not a NumPy array: {error}") from error
@@ -169,7 +176,7 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
     with _opened(path) as file:
         try:
             archive = zipfile.ZipFile(file)
-        except (zipfile.BadZipFile, OSError, ValueError) as error:
+        except _DAMAGE as error:
             raise FileError(f"{path} is damaged or not a .npz archive: {error}") from error
         with archive:
             names = [name.removesuffix(".npy") for name in archive.namelist()]
@@ -180,7 +187,7 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
 def _member(path: Path, archive: zipfile.ZipFile, name: str):
     try:
         return archive.open(f"{name}.npy")
-    except (zipfile.BadZipFile, KeyError, OSError, RuntimeError, NotImplementedError) as error:  # RuntimeError: encrypted
+    except (KeyError, *_DAMAGE) as error:  # RuntimeError: encrypted
         raise FileError(f"{path}: array {name} is damaged or not a NumPy array: {error}") from error
 
 
@@ -202,7 +209,7 @@ def read_safetensors(path) -> dict[str, np.ndarray]:
             raise FileError(f"{path} is damaged or not a .safetensors file: no valid header length")
         try:
             header = json.loads(file.read(length))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise FileError(f"{path} is damaged or not a .safetensors file: its header is not JSON ({error})") from error
         if not isinstance(header, dict):
             raise FileError(f"{path} is damaged or not a .safetensors file: its header is not a JSON object")
@@ -213,17 +220,19 @@ def read_safetensors(path) -> dict[str, np.ndarray]:
 
 def _safetensor(path: Path, file, name: str, entry, start: int, size: int) -> np.ndarray:
     try:
-        code, shape, (begin, end) = entry["dtype"], [int(n) for n in entry["shape"]], entry["data_offsets"]
-        begin, end = int(begin), int(end)
+        code, shape, (begin, end) = entry["dtype"], [operator.index(n) for n in entry["shape"]], map(operator.index, entry["data_offsets"])
     except (TypeError, KeyError, ValueError) as error:
         raise FileError(f"{path}: the header entry of {name} is damaged ({error!r})") from error
-    if code not in _SAFETENSORS_NAMES:
+    if not isinstance(code, str) or code not in _SAFETENSORS_NAMES:
         raise FileError(f"{path}: {name} must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}; got dtype {code}")
     dtype = dtype_of(_SAFETENSORS_NAMES[code]).newbyteorder("<")
     if min(shape, default=0) < 0 or not 0 <= begin <= end <= size - start or end - begin != prod(shape) * dtype.itemsize:
         raise FileError(f"{path} is damaged or cut short: the data of {name} (shape {tuple(shape)}, bytes {begin} to {end}) does not fit it")
     file.seek(start + begin)
-    array = np.empty(shape, dtype)
+    try:
+        array = np.empty(shape, dtype)
+    except (ValueError, MemoryError) as error:  # more axes or a larger size than NumPy knows
+        raise FileError(f"{path}: {name} cannot be read: {error}") from error
     if file.readinto(array.reshape(-1).view(np.uint8)) != array.nbytes:
         raise FileError(f"{path}: the file ended while {name} was read")
     return array

@@ -106,6 +106,30 @@ def test_damaged_npz(tmp_path):
     refused([path], "array q is damaged or not a NumPy array")
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"{'descr': ((((((((",
+        b"{'descr': '<f4', 'fortran_order': False, 'shape': (99999999999999999999999, 2, 3, 8), }",
+        b"{'descr': '<f4', 'fortran_order': False, 'shape': (9999999999, 9999999, 3, 8), }",
+        b"\xff\xfe",
+    ],
+)
+def test_damaged_npy_headers(tmp_path, header):
+    path = tmp_path / "x.npy"
+    path.write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", 118) + header.ljust(117) + b"\n")
+    refused([path] * 3, "x.npy is damaged or not a NumPy array")
+
+
+def test_npz_of_an_unknown_zip_version(tmp_path):
+    path = tmp_path / "x.npz"
+    np.savez(path, **arrays())
+    content = bytearray(path.read_bytes())
+    content[content.index(b"PK\1\2") + 6] = 255  # the version needed to extract
+    path.write_bytes(content)
+    refused([path], "damaged or not a .npz archive: zip file version")
+
+
 def test_missing_names(tmp_path):
     np.savez(tmp_path / "x.npz", q=np.zeros(3), keys=np.zeros(3))
     refused([tmp_path / "x.npz"], "k, v missing, found keys, q")
@@ -156,6 +180,11 @@ GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (GOOD | {"shape": [-2]}, "does not fit"),
         (GOOD | {"shape": [-1, -2]}, "does not fit"),
         (GOOD | {"shape": "x"}, "header entry of q is damaged"),
+        (GOOD | {"shape": [2.5]}, "header entry of q is damaged"),
+        (GOOD | {"data_offsets": [0, float("inf")]}, "header entry of q is damaged"),
+        (GOOD | {"dtype": ["F32"]}, "q must be float16"),
+        (GOOD | {"shape": [1] * 70 + [2]}, "q cannot be read"),
+        (GOOD | {"shape": [2**62, 2**62, 0], "data_offsets": [0, 0]}, "q cannot be read"),
         (GOOD | {"data_offsets": 5}, "header entry of q is damaged"),
         ({"shape": [2]}, "header entry of q is damaged"),
         (["F32"], "header entry of q is damaged"),
@@ -169,7 +198,9 @@ def test_damaged_safetensors_entries(tmp_path, entry, words):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\1\2", struct.pack("<Q", 2**60), struct.pack("<Q", 500) + b"{}", struct.pack("<Q", 4) + b"[1]]", b"\3" + b"\0" * 7 + b"[1]"]
+    "content",
+    [b"", b"\1\2", struct.pack("<Q", 2**60), struct.pack("<Q", 500) + b"{}", struct.pack("<Q", 4) + b"[1]]", b"\3" + b"\0" * 7 + b"[1]"]
+    + [pytest.param(struct.pack("<Q", 10**5) + b"[" * 10**5, id="nested")],
 )
 def test_damaged_safetensors_headers(tmp_path, content):
     path = tmp_path / "x.safetensors"
