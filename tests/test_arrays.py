@@ -353,10 +353,30 @@ class Elsewhere(Exporter):
         return (8, 0)  # Metal
 
 
+class Unwilling(Exporter):
+    def __dlpack__(self, **arguments):
+        raise BufferError("not today")
+
+
+class Nowhere(Exporter):
+    def __dlpack_device__(self):
+        return None
+
+
+class Describes:
+    def __init__(self, interface):
+        self.__cuda_array_interface__ = interface
+
+
 @pytest.mark.parametrize(
     ("error", "message", "make"),
     [
         (ValueError, "k must lie on the CPU or a CUDA device; got DLPack device type 8", Elsewhere),
+        (ValueError, "k cannot be read through DLPack: not today", Unwilling),
+        (TypeError, "k.__dlpack_device__ must return", Nowhere),
+        (TypeError, "k.__cuda_array_interface__ must be a dict as its protocol says; KeyError", lambda x: Describes({"shape": (1,)})),
+        (TypeError, "k.__cuda_array_interface__ must be a dict", lambda x: Describes(5)),
+        (TypeError, "k.__cuda_array_interface__ must be a dict", lambda x: Describes({"shape": (1,), "typestr": "zz", "data": (0, False)})),
         (TypeError, "k must be one of .*; got dtype int32", lambda x: Exporter(x.astype(np.int32))),
         (TypeError, "k must be one of .*; got dtype bool8", lambda x: Exporter(x > 0)),
         (TypeError, "k must have __dlpack__ and __dlpack_device__", lambda x: type("Half", (), {"__dlpack__": None, "__module__": __name__})()),

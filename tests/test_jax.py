@@ -121,6 +121,7 @@ def test_deleted():
         (TypeError, "must come from one array library; got q from JAX, k from NumPy, v from JAX", {"k": ARRAYS[1]}),
         (ValueError, r"v must have the same seqlen_k \(axis 1\) as k; got 12, expected 13", {"v": jnp.zeros((2, 12, 2, 24))}),
         (TypeError, "q must be one of .*; got dtype int32", {"q": jnp.zeros((2, 9, 4, 16), jnp.int32)}),
+        (TypeError, "q must hold numbers; got dtype key<fry>", {"q": jax.random.key(0)}),
         (TypeError, "q must be one of .*; got dtype float8_e4m3fn", {"q": jnp.zeros((2, 9, 4, 16), jnp.float8_e4m3fn)}),
         (ValueError, "scale must be finite; got nan", {"scale": float("nan")}),
         (TypeError, "scale must be a real number or None", {"scale": jnp.float32(1)}),

@@ -163,12 +163,20 @@ _capsule_has_name.argtypes, _capsule_has_name.restype = (ctypes.py_object, ctype
 
 
 def _through_dlpack(x, name, stream):
-    device_type, index = x.__dlpack_device__()
+    try:
+        device_type, index = x.__dlpack_device__()
+    except Exception as error:
+        raise TypeError(f"{name}.__dlpack_device__ must return (device type, index); {error!r}") from error
     kind = _KINDS.get(int(device_type))
     if kind is None:
         raise ValueError(f"{name} must lie on the CPU or a CUDA device; got DLPack device type {int(device_type)}")
     ready = None if kind == "cpu" else (stream or LEGACY_DEFAULT)
-    capsule = _export(x, ready)
+    try:
+        capsule = _export(x, ready)
+    except TypeError as error:
+        raise TypeError(f"{name} cannot be read through DLPack: {error}") from error
+    except (BufferError, ValueError, RuntimeError) as error:  # what the array's library refuses, read-only memory for one
+        raise ValueError(f"{name} cannot be read through DLPack: {error}") from error
     if _capsule_has_name(capsule, b"dltensor_versioned"):
         managed = _Versioned.from_address(_capsule_pointer(capsule, b"dltensor_versioned"))
         if managed.major != 1:
@@ -207,13 +215,17 @@ def _export(x, stream):
 
 def _through_interface(x, name):
     told = x.__cuda_array_interface__
-    if told.get("mask") is not None:
+    try:
+        masked = told.get("mask") is not None
+        address, readonly = told["data"]
+        address, shape = int(address or 0), tuple(map(int, told["shape"]))
+        dtype = _interface_dtype(x, told["typestr"], name)
+        strides = told.get("strides")
+        strides = contiguous_strides(shape, ITEMSIZE.get(dtype, 1)) if strides is None else tuple(map(int, strides))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise TypeError(f"{name}.__cuda_array_interface__ must be a dict as its protocol says; {error!r}") from error
+    if masked:
         raise TypeError(f"{name} must be a plain array; its __cuda_array_interface__ has a mask")
-    address, readonly = told["data"]
-    address, shape = int(address or 0), tuple(told["shape"])
-    dtype = _interface_dtype(x, told["typestr"], name)
-    strides = told.get("strides")
-    strides = contiguous_strides(shape, ITEMSIZE.get(dtype, 1)) if strides is None else tuple(strides)
     index = None
     if address:  # the protocol does not tell the device, but the driver knows whose memory it is
         from .. import toolchain

@@ -29,6 +29,8 @@ class JAX(Library):
 
     def describe(self, x, name):
         shape = tuple(x.shape)
+        if not isinstance(x.dtype, np.dtype):  # PRNG keys
+            raise TypeError(f"{name} must hold numbers; got dtype {x.dtype}")
         kind, index = self._place(x, name)
         strides = contiguous_strides(shape, np.dtype(x.dtype).itemsize)
         return Facts(0, shape, strides, np.dtype(x.dtype).name, kind, index, readonly=True)
