@@ -79,19 +79,17 @@ class Call:
         for name in arrays:
             if not addresses[name] and not (name in self.facts and 0 in self.facts[name].shape):
                 raise ValueError(f"{name} has no memory: it was deleted or released before the call")
-        for result in RESULTS:
-            if result in self.facts:
-                for other in self.facts:
-                    if other != result and self._overlap(result, other, addresses):
-                        use = "read" if other in "qkv" else "written"
-                        raise ValueError(f"{result} must not share memory with {other}, which is {use} in the same call")
+        check_apart(self.facts, addresses)
 
-    def _overlap(self, one, other, addresses) -> bool:
-        a, b = self.facts[one], self.facts[other]
-        return overlaps(
-            (addresses[one], a.shape, a.strides, ITEMSIZE[a.dtype]),
-            (addresses[other], b.shape, b.strides, ITEMSIZE[b.dtype]),
-        )
+
+def check_apart(facts: dict[str, Facts], addresses: dict[str, int]) -> None:
+    """Results that the caller gave must not touch what is read, nor each other."""
+    places = {name: (addresses[name], each.shape, each.strides, ITEMSIZE[each.dtype]) for name, each in facts.items()}
+    for result in RESULTS:
+        for other in facts:
+            if result in facts and other != result and overlaps(places[result], places[other]):
+                use = "read" if other in "qkv" else "written"
+                raise ValueError(f"{result} must not share memory with {other}, which is {use} in the same call")
 
 
 def prepare(key, library: Library, arrays: dict, options: dict, with_lse: bool) -> Call:

@@ -7,7 +7,7 @@ from typing import Any
 
 from . import dispatch
 from .arrays import one_library
-from .call import describe, device_of, plan_call
+from .call import check_apart, describe, device_of, plan_call
 from .problem import Problem, check_flag
 
 
@@ -91,6 +91,7 @@ def explain(q, k, v, *, scale, causal, window, return_lse, out, lse) -> Explanat
     arrays = {name: x for name, x in given.items() if x is not None}
     library = one_library(**arrays)
     facts, problem = describe(library, arrays, {"scale": scale, "causal": causal, "window": window})
+    check_apart(facts, {name: each.address for name, each in facts.items()})
     device = device_of(facts["q"])
     if problem.is_empty:
         return Explanation(problem, device, None)

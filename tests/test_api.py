@@ -568,6 +568,13 @@ def test_explain_on_the_cpu():
     assert "query i sees keys i + 2 <= j <= i + 5" in str(told) and "not sm90" in str(told)
 
 
+def test_explain_refuses_what_forward_refuses(fake):
+    x = np.zeros((1, 4, 2, 8), np.float32)
+    for function in (numbaflash.explain, numbaflash.forward):
+        with pytest.raises(ValueError, match="out must not share memory with q, which is read in the same call"):
+            function(x, x.copy(), x.copy(), out=x)
+
+
 def test_explain_of_nothing():
     told = numbaflash.explain(Q[:0], K[:0], V[:0])
     assert told.plan is None and "the result has no element" in str(told)
