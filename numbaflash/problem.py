@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -132,6 +133,8 @@ def make_problem(q_shape, k_shape, v_shape, dtypes, *, scale=None, causal=False,
     ):
         if len(shape) != 4:
             raise ValueError(f"{name} must have 4 axes {axes}; got {len(shape)} axes, shape {tuple(shape)}")
+        if min(shape) < 0:  # no array has such a shape, but a person may type one
+            raise ValueError(f"{name} must have no negative size {axes}; got shape {tuple(shape)}")
     batch, seqlen_q, heads, head_dim = (int(n) for n in q_shape)
     _, seqlen_k, kv_heads, _ = (int(n) for n in k_shape)
     head_dim_v = int(v_shape[3])
@@ -214,6 +217,8 @@ def check_window(window):
     if window is None:
         return None, None
     try:
+        if isinstance(window, (bytes, bytearray, Set, Mapping)):  # pairs of integers to Python, but never meant as one
+            raise TypeError
         left, right = window
     except (TypeError, ValueError):
         raise TypeError(f"window must be None or a pair (left, right); got {window!r}") from None

@@ -118,6 +118,9 @@ def test_wrong_arguments_are_told_in_one_line(capsys):
         (("run", "x.npz", "--out", "y.npz", "--window", "a,b"), "must be LEFT,RIGHT"),
         (("run", "x.npz", "--out", "y.npz", "--dtype", "int8"), "invalid choice"),
         (("explain", "--device", "tpu"), "must be cpu, cuda:INDEX or a GPU architecture"),
+        (("explain", "--batch", "-1"), "q must have no negative size (batch, seqlen_q, heads, head_dim); got shape (-1, "),
+        (("explain", "--seqlen-k", "-5"), "k must have no negative size"),
+        (("warmup", "--batch", "-1", "--device", "cpu"), "q must have no negative size"),
         (("demo", "--seqlen", "0"), "must be at least 1"),
         (("warmup", "--head-dim", "64:64:64"), "must be a number or first:second"),
         (("warmup", "--dtype", "int8"), "must be of float16"),
@@ -345,6 +348,7 @@ def test_fuzz_finds_nothing_in_the_cpu_family(tmp_path, capsys, monkeypatch):
 
 def test_fuzz_refuses(tmp_path, capsys):
     refused(capsys, "minutes must be positive", "fuzz", "--minutes", "0")
+    refused(capsys, "max_seqlen must be at least 1; got 0", "fuzz", "--max-seqlen", "0")
     refused(capsys, "library must be one of", "fuzz", "--library", "tensorflow")
     refused(capsys, "No such file", "fuzz", "--replay", tmp_path / "no.json")
     refused(capsys, "leave out minutes, seed", "fuzz", "--replay", tmp_path / "no.json", "--minutes", "1", "--seed", "3")

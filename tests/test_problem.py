@@ -139,6 +139,8 @@ WRONG = {
     ),
     "window right": (dict(window=(0, -2)), ValueError, r"window right must not be negative .*; got -2"),
     "window float": (dict(window=(0, 1.0)), TypeError, r"window right must be an integer or None \(unbounded\); got 1.0"),
+    "window bytes": (dict(window=b"ab"), TypeError, r"window must be None or a pair \(left, right\); got b'ab'"),
+    "window set": (dict(window={1, 2}), TypeError, r"window must be None or a pair \(left, right\); got {1, 2}"),
     "window bool": (dict(window=(True, 0)), TypeError, r"window left must be an integer or None \(unbounded\); got True"),
 }
 

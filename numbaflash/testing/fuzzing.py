@@ -76,6 +76,8 @@ def fuzz(
     """
     if not minutes > 0:
         raise ValueError(f"minutes must be positive; got {minutes}")
+    if max_seqlen < 1:
+        raise ValueError(f"max_seqlen must be at least 1; got {max_seqlen}")
     if family is not None and family not in FAMILIES:
         raise ValueError(f"family must be one of {', '.join(FAMILIES)} or None; got {family!r}")
     library = _library(library, family)
