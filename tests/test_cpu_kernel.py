@@ -616,3 +616,24 @@ def test_kernels_that_different_processes_cached_keep_apart(tmp_path):
         python(one, NUMBAFLASH_CACHE_DIR=tmp_path, DTYPES=dtype)
     python(one, NUMBAFLASH_CACHE_DIR=tmp_path, DTYPES=" ".join(dtypes))
     python(one, NUMBAFLASH_CACHE_DIR=tmp_path, DTYPES=" ".join(reversed(dtypes)))
+
+
+@pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="one thread")
+def test_a_kind_first_called_on_one_thread_takes_more_when_they_come(monkeypatch):
+    q = np.random.default_rng(0).standard_normal((1, 2048, 2, 32)).astype(np.float32)
+    import numbaflash
+
+    made = []
+    plan_for = launch.plan_for
+    monkeypatch.setattr(launch, "plan_for", lambda *args: made.append(plan_for(*args)) or made[-1])
+    before = numba.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2, 1, 2):
+            numba.set_num_threads(threads)
+            results.append(numbaflash.forward(q, q, q, scale=0.123))
+    finally:
+        numba.set_num_threads(before)
+    assert [plan.threads for plan in made] == [1, 2]
+    for result in results[1:]:
+        np.testing.assert_allclose(result, results[0], atol=1e-6)

@@ -25,18 +25,9 @@ def supports(problem: Problem, device: Device) -> tuple[str, ...]:
 
 def plan(problem: Problem, layouts: Layouts, device: Device) -> Plan:
     """Choose tiles and threads; nothing is compiled."""
-    from . import config, launch
+    from . import launch
 
-    choice = config.choose(problem, launch.available_threads())
-    return Plan(
-        family="cpu",
-        problem=problem,
-        device=device,
-        layouts=layouts,
-        config=choice,
-        grid=(config.work_items(problem, choice),),
-        threads=choice.threads,
-    )
+    return launch.plan_for(problem, layouts, device, launch.available_threads())
 
 
 def prepare(plan: Plan):

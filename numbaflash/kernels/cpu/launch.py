@@ -11,8 +11,9 @@ import numba
 from numba import types
 from numba.core.ccallback import CFunc
 
+from ...dispatch import Plan
 from ...toolchain.log import logger
-from . import cache, decode, driver, forward
+from . import cache, config, decode, driver, forward
 from .arguments import ARGUMENTS, arguments
 from .config import Kernel
 
@@ -77,16 +78,35 @@ def _thread_guard():
     return _launching if numba.threading_layer() == "workqueue" else contextlib.nullcontext()
 
 
+def plan_for(problem, layouts, device, threads: int) -> Plan:
+    """Tiles and threads of a problem when so many threads are to be had; nothing is compiled."""
+    choice = config.choose(problem, threads)
+    grid = (config.work_items(problem, choice),)
+    return Plan("cpu", problem, device, layouts, choice, grid, threads=choice.threads)
+
+
 def prepare(plan):
-    """The `Launch` of a plan."""
+    """The `Launch` of a plan, planned anew whenever ``numba.set_num_threads`` has changed what is to be had."""
+    launches = {available_threads(): _prepare(plan)}
+
+    def launch(q, k, v, out, lse, stream):
+        threads = available_threads()
+        prepared = launches.get(threads)
+        if prepared is None:
+            prepared = launches[threads] = _prepare(plan_for(plan.problem, plan.layouts, plan.device, threads))
+        prepared(q, k, v, out, lse)
+
+    return launch
+
+
+def _prepare(plan):
     run, kernel = compiled(plan.config.kernel)
     address = kernel.address
     args = arguments(plan.problem, plan.layouts, plan.config)
-    most = plan.threads
+    threads = plan.threads
 
-    def launch(q, k, v, out, lse, stream):
-        threads = 1 if most == 1 or _pool_lost else min(most, numba.get_num_threads())
-        if threads == 1:
+    def launch(q, k, v, out, lse):
+        if threads == 1 or _pool_lost:
             run(address, args, q, k, v, out, lse, 1)
         else:
             with _thread_guard():
