@@ -60,6 +60,16 @@ class Layout:
     alignment: int = 16
 
 
+def contiguous_strides(shape, itemsize: int) -> tuple[int, ...]:
+    """Strides in bytes of a row-major array."""
+    strides = []
+    step = itemsize
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))
+
+
 @dataclass(frozen=True, slots=True)
 class Layouts:
     """Layout of every operand of a call. ``lse`` is None when nobody asked for it."""

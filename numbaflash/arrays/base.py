@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from ..dispatch import contiguous_strides
 from ..problem import ITEMSIZE
 
 __all__ = ["ITEMSIZE", "Facts", "Library", "contiguous_strides"]
@@ -105,13 +106,3 @@ class Library:
     def on_device(self, x) -> AbstractContextManager:
         """A context in which the library's own operations run on the device of ``x``."""
         return nullcontext()
-
-
-def contiguous_strides(shape, itemsize: int) -> tuple[int, ...]:
-    """Strides in bytes of a row-major array."""
-    strides = []
-    step = itemsize
-    for n in reversed(shape):
-        strides.append(step)
-        step *= max(n, 1)
-    return tuple(reversed(strides))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ... import toolchain
-from ...dispatch import Device, Launch, Layout, Layouts, Plan
+from ...dispatch import Device, Launch, Layout, Layouts, Plan, contiguous_strides
 from ...problem import ITEMSIZE, Problem, trim_keys
 from ..sections import choose_section
 from .config import ELEMENTS, SharedMemory, forward_config, kv_blocks
@@ -171,7 +171,4 @@ def _tma_refuses(layout: Layout, itemsize: int) -> str:
 
 
 def _contiguous(layout: Layout, itemsize: int) -> Layout:
-    strides = [itemsize]
-    for n in reversed(layout.shape[1:]):
-        strides.insert(0, strides[0] * n)
-    return replace(layout, strides=tuple(strides), alignment=16)
+    return replace(layout, strides=contiguous_strides(layout.shape, itemsize), alignment=16)
