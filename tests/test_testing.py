@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from numbaflash import reference, testing
+from numbaflash import dispatch, reference, testing
 from numbaflash.problem import DTYPES, UnsupportedError, make_problem
 from numbaflash.testing import Accuracy, AccuracyError, Case, Placement, WriteError, check_forward, expected, problems, run_case
 from numbaflash.testing.values import RECIPES, decode, encode, rounded
@@ -155,6 +155,58 @@ def test_nan_must_stand_where_the_reference_has_it():
     out[tuple(np.argwhere(~np.isnan(out))[0])] = np.nan
     with pytest.raises(AccuracyError, match="is nan, expected"):
         check_forward(case, out, lse)
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_values_that_spread_free_their_column_and_nothing_else(library):
+    case = Case(seqlen_q=20, seqlen_k=16, heads=4, kv_heads=2, head_dim=8, head_dim_v=8, window=(3, 0))
+    q, k, v = inputs(case)
+    v[0, 7, 1, 5] = np.inf  # seen
+    v[0, 15, 0, 2] = np.nan  # seen by the last query alone
+    values = (q, k, v) if library == "numpy" else tuple(map(pytest.importorskip("torch").from_numpy, (q, k, v)))
+    known = expected(case.problem, *values)
+    spread = testing.spread_nonfinite(known, case.problem, v)
+    free = np.asarray(spread.out_free)
+    want = np.zeros((1, 20, 4, 8), bool)
+    want[0, 4:, 2:, 5], want[0, 4:, :2, 2] = True, True  # the first four queries see no key
+    assert (free == want).all()
+    out = np.array(testing.to_float64(known.out))
+    out[want] = np.nan
+    testing.compare(spread, out, known.lse)
+    with pytest.raises(AccuracyError):
+        testing.compare(known, out, known.lse)
+    for at in ((0, 0, 2, 5), (0, 8, 0, 5), (0, 8, 2, 4)):
+        wrong = out.copy()
+        wrong[at] = np.nan
+        with pytest.raises(AccuracyError):
+            testing.compare(spread, wrong, known.lse)
+    with pytest.raises(AccuracyError, match="lse"):
+        testing.compare(spread, out, known.lse * np.nan)
+
+
+def test_values_that_no_query_sees_do_not_spread():
+    case = Case(seqlen_q=4, seqlen_k=16, causal="top_left")
+    q, k, v = inputs(case)
+    v[:, 4:] = np.nan
+    assert not testing.spread_nonfinite(expected(case.problem, q, k, v), case.problem, v).out_free.any()
+
+
+def test_a_family_that_spreads_says_so(monkeypatch):
+    """`run_case` lets NaN spread where the module of the family that computes says it may, and nowhere else."""
+    case = Case(seqlen_q=100, seqlen_k=100, window=(10, 10), values="nan", seed=2)
+    assert np.isnan(case.memory()["v"].decoded()).any()
+    out, lse = flash(case.problem, *inputs(case), fault="nan leaks")
+    monkeypatch.setattr(testing.runner, "_forward", lambda case, q, k, v, given: _into(given, out, lse))
+    with pytest.raises(AccuracyError, match="out"):
+        run_case(case, "cpu")
+    monkeypatch.setattr(dispatch.family("cpu"), "NONFINITE_VALUES_SPREAD", True, raising=False)
+    for family in ("cpu", None):
+        run_case(case, family)
+
+
+def _into(given, out, lse):
+    given["out"][...], given["lse"][...] = out, lse
+    return given["out"], given["lse"]
 
 
 def test_shapes_are_checked():
@@ -423,7 +475,7 @@ def test_fuzz_survives_a_fault_that_does_not_repeat(tmp_path):
     ],
 )
 def test_fuzz_messages(options, message, monkeypatch):
-    monkeypatch.setattr(testing.fuzzing, "_device", lambda library, index: testing.fuzzing.CPU)
+    monkeypatch.setattr(testing.fuzzing, "device_of", lambda library, index: dispatch.CPU)
     with pytest.raises(ValueError, match=message):
         testing.fuzz(**({"minutes": 1} | options))
 

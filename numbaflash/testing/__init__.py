@@ -6,7 +6,7 @@ Needs NumPy alone, except `problems`, `problems_for`, `placements` and `fuzz`, w
     One problem with everything that decides a run; plain data, the same bits everywhere.
 `run_case`
     Run a case on a kernel family, in an array library, or through your own kernel, and check everything.
-`expected`, `check_forward`, `compare`
+`expected`, `check_forward`, `compare`, `spread_nonfinite`
     Exact results and the accuracy rule, which `numbaflash.testing.accuracy` states.
 `problems`
     Hypothesis strategy of cases.
@@ -25,7 +25,7 @@ Examples
 
 from __future__ import annotations
 
-from .accuracy import Accuracy, AccuracyError, Expected, check_forward, compare, expected
+from .accuracy import Accuracy, AccuracyError, Expected, check_forward, compare, expected, spread_nonfinite
 from .cases import Case, Memory, Placement
 from .fuzzing import fuzz, load, replay
 from .libraries import LIBRARIES, Operands, gpu_libraries, to_float64
@@ -56,6 +56,7 @@ __all__ = [
     "replay",
     "rounded",
     "run_case",
+    "spread_nonfinite",
     "to_float64",
     *_STRATEGIES,
 ]

@@ -31,21 +31,21 @@ the smallest normal number elsewhere (kernels may flush to zero).
 and is exact between these steps: three passes over memory in that dtype, as a framework without a fused kernel does it.
 
 In float64 everything doubles, because the reference has the same errors as the kernel. A row that sees no key must be exactly 0
-and -inf. NaN must stand where the reference has it and nowhere else.
+and -inf. NaN must stand where the reference has it and nowhere else, except what `spread_nonfinite` lets go.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from .. import reference
 from ..problem import Problem
-from .cases import Case
+from .cases import Case, touched
 from .libraries import to_float64
 
 CHUNK = {"numpy": 2**20, "torch": 2**26}  # scores at a time
@@ -82,12 +82,15 @@ class Expected:
     ----------
     out, out_tolerance : array, (batch, seqlen_q, heads, head_dim_v)
     lse, lse_tolerance : array, (batch, heads, seqlen_q)
+    out_free : array of bool or None
+        Elements of ``out`` that may hold anything; see `spread_nonfinite`.
     """
 
     out: Any
     lse: Any
     out_tolerance: Any
     lse_tolerance: Any
+    out_free: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,34 @@ def expected(problem: Problem, q, k, v) -> Expected:
     return result
 
 
+def spread_nonfinite(known: Expected, problem: Problem, v) -> Expected:
+    """The rule for a family whose module says ``NONFINITE_VALUES_SPREAD``.
+
+    NaN or infinity in an element of v that some query sees may reach every query of its head in the same column of ``out``, because a
+    weight of 0 times NaN is NaN. Rows without keys stay 0, values that no query sees reach nothing, and ``lse`` does not depend on v.
+
+    Parameters
+    ----------
+    known : Expected
+    problem : Problem
+    v : array_like or torch.Tensor, (batch, seqlen_k, kv_heads, head_dim_v)
+
+    Returns
+    -------
+    Expected
+    """
+    if problem.is_empty or not problem.seqlen_k:
+        return known
+    xp = sys.modules["torch"] if _is_torch(known.out) else np
+    v = to_float64(v)
+    v = xp.as_tensor(v, device=known.out.device) if xp is not np else v
+    seen = touched(problem)[1]
+    hit = xp.any(~xp.isfinite(v)[:, np.flatnonzero(seen)], 1)  # (batch, kv_heads, head_dim_v)
+    hit = xp.concatenate([hit[:, h // problem.group, None] for h in range(problem.heads)], 1)
+    rows = xp.swapaxes(known.lse, 1, 2) != -math.inf
+    return replace(known, out_free=rows[..., None] & hit[:, None])
+
+
 def check_forward(case: Case, out, lse=None, *, known: Expected | None = None) -> Accuracy:
     """Check the result of a case against the accuracy rule.
 
@@ -158,7 +189,7 @@ def check_forward(case: Case, out, lse=None, *, known: Expected | None = None) -
 
 def compare(known: Expected, out, lse=None) -> Accuracy:
     """Check results against `Expected` ones; as `check_forward`, for arrays that belong to no `Case`."""
-    worst_out = _compare("out", ("b", "i", "h", "d"), out, known.out, known.out_tolerance)
+    worst_out = _compare("out", ("b", "i", "h", "d"), out, known.out, known.out_tolerance, known.out_free)
     if lse is None:
         return Accuracy(worst_out)
     return Accuracy(worst_out, _compare("lse", ("b", "h", "i"), lse, known.lse, known.lse_tolerance))
@@ -267,8 +298,8 @@ def _is_torch(array) -> bool:
     return type(array).__module__.split(".")[0] == "torch"
 
 
-def _compare(name, axes, got, want, tolerance) -> float:
-    """Largest error in units of the tolerance; raises when it is above 1."""
+def _compare(name, axes, got, want, tolerance, free=None) -> float:
+    """Largest error in units of the tolerance, elements that are free left out; raises when it is above 1."""
     got = to_float64(got)
     if tuple(got.shape) != tuple(want.shape):
         raise AccuracyError(f"{name} must have shape {tuple(want.shape)}; got {tuple(got.shape)}")
@@ -282,6 +313,7 @@ def _compare(name, axes, got, want, tolerance) -> float:
         return 0.0
     with np.errstate(invalid="ignore"):
         fine = (got == want) | (xp.isnan(got) & xp.isnan(want))
+        fine = fine if free is None else fine | free
         error = abs(got - want)
         ratio = xp.where(xp.isfinite(error), error / xp.where(tolerance > 0, tolerance, 5e-324), math.inf)
         ratio = xp.where(fine, 0.0, ratio)

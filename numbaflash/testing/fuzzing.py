@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import random
 import sys
@@ -11,11 +10,11 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from ..dispatch import CPU, FAMILIES
+from ..dispatch import FAMILIES
 from ..problem import DTYPES
 from . import ahead
 from .cases import Case, Placement
-from .libraries import LIBRARIES, gpu_libraries, numpy_dtype
+from .libraries import LIBRARIES, device_of, gpu_libraries, numpy_dtype
 from .runner import run_case
 
 REPORT_SECONDS = 5.0
@@ -81,7 +80,7 @@ def fuzz(
     if family is not None and family not in FAMILIES:
         raise ValueError(f"family must be one of {', '.join(FAMILIES)} or None; got {family!r}")
     library = _library(library, family)
-    where = _device(library, device)
+    where = device_of(library, device)
     seed = random.SystemRandom().randrange(2**32) if seed is None else seed
     search = _Search(minutes, family, library, kernel, where, failure, file or sys.stdout)
     try:
@@ -156,14 +155,6 @@ def _library(library, family) -> str:
     if not found and family is not None:
         raise ValueError(f"family {family} needs a CUDA device and CuPy, PyTorch or numba-cuda to reach it; none was found")
     return found[0] if found else "numpy"
-
-
-def _device(library, index):
-    if library in ("numpy", "torch") or (library == "jax" and importlib.import_module("jax").default_backend() == "cpu"):
-        return CPU
-    from .. import toolchain
-
-    return toolchain.device(index)
 
 
 def _strategy(library, family, where, dtypes, head_dims, max_seqlen, work):

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..dispatch import OPERANDS
+from ..dispatch import CPU, OPERANDS, Device
 from .cases import Case, Memory
 
 LIBRARIES = ("numpy", "torch", "torch-cuda", "cupy", "numba", "jax")
@@ -163,6 +163,15 @@ def to_float64(array):
     elif hasattr(array, "copy_to_host"):
         array = array.copy_to_host()
     return np.asarray(array).astype(np.float64)
+
+
+def device_of(library: str, index: int = 0) -> Device:
+    """The device on which `make` puts the arrays of a library."""
+    if library in ("numpy", "torch") or (library == "jax" and importlib.import_module("jax").default_backend() == "cpu"):
+        return CPU
+    from .. import toolchain
+
+    return toolchain.device(index)
 
 
 def gpu_libraries() -> tuple[str, ...]:

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..dispatch import use_family
-from .accuracy import Accuracy, AccuracyError, Expected, check_forward, expected
+from .. import dispatch
+from .accuracy import Accuracy, AccuracyError, Expected, check_forward, expected, spread_nonfinite
+from .ahead import plan_of
 from .cases import Case
-from .libraries import Operands
+from .libraries import Operands, device_of
 from .values import SENTINEL
 
 REFERENCE_ON_GPU = 2**22  # scores from which torch's GPU computes the reference
@@ -29,7 +30,7 @@ def run_case(
     * every element of ``out`` and ``lse`` has been written, and nothing around them,
     * the inputs and the memory around them are unchanged, bit for bit,
     * results handed in are the results returned; results allocated are of the inputs' library, of the right shape and dtype,
-    * `check_forward` holds.
+    * `check_forward` holds; for a family that says ``NONFINITE_VALUES_SPREAD``, as `spread_nonfinite` has it.
 
     Parameters
     ----------
@@ -64,12 +65,16 @@ def run_case(
     given = {}
     if kernel is None and case.give_out and "out" in operands.arrays:
         given = {name: operands.arrays[name] for name in ("out", "lse")[: 1 + case.return_lse]}
-    with use_family(family):
+    with dispatch.use_family(family):
         result = _forward(case, q, k, v, given) if kernel is None else kernel(q, k, v, **case.options)
     out, lse = result if isinstance(result, tuple) else (result, None)
     if kernel is None:
         _check_kind(case, given, q, out, lse)
-    accuracy = check_forward(case, out, lse, known=known or _expected(case, operands))
+    known = known or _expected(case, operands)
+    v = operands.memory["v"].decoded()
+    if kernel is None and not np.isfinite(v).all() and _values_spread(case, family, library, device):
+        known = spread_nonfinite(known, case.problem, v)
+    accuracy = check_forward(case, out, lse, known=known)
     _check_memory(operands, given)
     return accuracy
 
@@ -84,6 +89,14 @@ def _expected(case, operands):
     if operands.library == "torch-cuda" and case.work >= REFERENCE_ON_GPU:
         return expected(case.problem, *(operands.arrays[name] for name in "qkv"))
     return expected(case.problem, *(operands.memory[name].decoded() for name in "qkv"))
+
+
+def _values_spread(case, family, library, device) -> bool:
+    """Whether the family that computes the case says so of itself."""
+    if case.problem.is_empty:
+        return False
+    plan = plan_of(case, device_of(library, device), family, library)
+    return getattr(dispatch.family(plan.family), "NONFINITE_VALUES_SPREAD", False)
 
 
 def _check_kind(case, given, q, out, lse):

@@ -14,6 +14,9 @@ from ...problem import ITEMSIZE, Problem, trim_keys
 from ..sections import choose_section
 from .config import ELEMENTS, SharedMemory, forward_config, kv_blocks
 
+NONFINITE_VALUES_SPREAD = True
+"""NaN or infinity in a value that some query sees may reach other queries of its tile: the tensor core multiplies it by their weight of 0."""
+
 _BUILD = "numbaflash.kernels.sm90.forward:build"
 _ARCH = (9, 0, "a")
 _L2_BYTES = 36 * 2**20  # of the H200's 60 MB, what keys and values of the heads in flight may take
