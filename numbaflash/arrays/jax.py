@@ -27,6 +27,17 @@ class JAX(Library):
             raise ValueError("stream cannot be given with JAX arrays: XLA chooses the stream of every operation")
         return forward(q, k, v, **options)
 
+    def attention(self, q, k, v, **options):
+        from ..jax import attention
+
+        return attention(q, k, v, **options)
+
+    def backward(self, *arrays, **options):
+        raise TypeError(
+            "dout, q, k, v, out and lse must not be JAX arrays: XLA owns their memory and its order. Differentiate numbaflash.jax.attention "
+            "instead (jax.grad, jax.vjp), which runs the same kernels"
+        )
+
     def describe(self, x, name):
         shape = tuple(x.shape)
         if not isinstance(x.dtype, np.dtype):  # PRNG keys
