@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     from .problem import UnsupportedError
     from .toolchain.warmup import warmup
 
-__all__ = ["Explanation", "UnsupportedError", "__version__", "attention", "env", "explain", "forward", "merge", "warmup"]
+__all__ = ["Explanation", "UnsupportedError", "__version__", "attention", "backward", "env", "explain", "forward", "merge", "warmup"]
 
 _HOME = {
     "Explanation": "explanation",
     "UnsupportedError": "problem",
     "attention": "differentiable",
+    "backward": "api",
     "env": "environment",
     "explain": "api",
     "forward": "api",
