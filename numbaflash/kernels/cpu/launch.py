@@ -69,13 +69,30 @@ def _compile_driver():
 
 def compiled(kernel: Kernel):
     """(driver, compiled kernel), each compiled at most once in the process."""
-    with _compiling, cache.own_symbols():
+    with compiling():
         return _compile_driver(), _compile_kernel(kernel)
 
 
-def _thread_guard():
-    """Numba's own thread pool ("workqueue") ends the process when two threads use it at once; TBB and OpenMP do not."""
-    return _launching if numba.threading_layer() == "workqueue" else contextlib.nullcontext()
+@contextlib.contextmanager
+def compiling():
+    """One thread compiles at a time, with symbols of its own."""
+    with _compiling, cache.own_symbols():
+        yield
+
+
+@contextlib.contextmanager
+def using(threads: int):
+    """Yield the threads that a launch may use of those it asks for, and keep other launches off the pool where they must be.
+
+    Numba's own pool ("workqueue") ends the process when two threads use it at once; TBB and OpenMP do not.
+    """
+    if threads == 1 or _pool_lost:
+        yield 1
+    elif numba.threading_layer() == "workqueue":
+        with _launching:
+            yield threads
+    else:
+        yield threads
 
 
 def plan_for(problem, layouts, device, threads: int) -> Plan:
@@ -103,14 +120,10 @@ def _prepare(plan):
     run, kernel = compiled(plan.config.kernel)
     address = kernel.address
     args = arguments(plan.problem, plan.layouts, plan.config)
-    threads = plan.threads
 
     def launch(q, k, v, out, lse):
-        if threads == 1 or _pool_lost:
-            run(address, args, q, k, v, out, lse, 1)
-        else:
-            with _thread_guard():
-                run(address, args, q, k, v, out, lse, threads)
+        with using(plan.threads) as threads:
+            run(address, args, q, k, v, out, lse, threads)
 
     return launch
 
