@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import numpy as np
 
@@ -73,6 +75,15 @@ def _default_device():
     if isinstance(device, str):
         return jax.local_devices(backend=device)[0]
     return device if device is not None else jax.local_devices()[0]
+
+
+@functools.cache
+def local_gpus() -> tuple[int, ...]:
+    """Ordinals of the CUDA devices that this process runs on."""
+    try:
+        return tuple(device.local_hardware_id for device in jax.local_devices(backend="cuda"))
+    except RuntimeError:  # none
+        return ()
 
 
 JAX = JAX()

@@ -100,9 +100,9 @@ class Torch(Library):
             raise ValueError(f"{name} must lie on the CPU or a CUDA device; got device {x.device}")
         if _recorded(x):
             raise ValueError(
-                f"{name} takes part in automatic differentiation, and numbaflash.forward and backward record nothing: their results would be cut from the graph. "
-                f"Call numbaflash.attention, which torch differentiates; without a derivative, call under torch.no_grad() or torch.inference_mode(), "
-                f"or pass {name}.detach()"
+                f"{name} takes part in automatic differentiation, and numbaflash.forward and backward record nothing: their "
+                f"results would be cut from the graph. Call numbaflash.attention, which torch differentiates; without a derivative, call under torch.no_grad() or "
+                f"torch.inference_mode(), or pass {name}.detach()"
             )
         if x.is_neg() or x.is_conj():
             raise ValueError(f"{name} has a pending negation or conjugation (torch.imag and conj views); pass {name}.resolve_neg().resolve_conj()")
