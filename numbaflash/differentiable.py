@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from . import api
 from .arrays import LIBRARIES, one_library
 from .problem import check_flag
@@ -59,10 +61,15 @@ def attention(q, k, v, *, scale=None, causal=False, window=None, return_lse=Fals
     >>> dq.shape
     (1, 32, 4, 16)
     """
+    options = {"scale": scale, "causal": causal, "window": window, "return_lse": return_lse}
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.compiler.is_compiling():  # nothing of the look-up below is for torch.compile to trace
+        from .torch import attention
+
+        return attention(q, k, v, **options, deterministic=deterministic)
     library = LIBRARIES.get(type(q))
     if library is None or LIBRARIES.get(type(k)) is not library or LIBRARIES.get(type(v)) is not library:
         library = one_library(q=q, k=k, v=v)
-    options = {"scale": scale, "causal": causal, "window": window, "return_lse": return_lse}
     deterministic = check_flag("deterministic", deterministic)
     if library.attention is not None:
         return library.attention(q, k, v, **options, deterministic=deterministic)

@@ -94,7 +94,7 @@ def test_derivatives_are_refused_and_can_be_stopped():
     q, k, v = made()
     for run in (numbaflash.forward, jax.jit(numbaflash.forward)):
         with pytest.raises(
-            UnsupportedError, match=r"cannot be differentiated; keep its arguments out of the derivative with jax\.lax\.stop_gradient"
+            UnsupportedError, match=r"cannot be differentiated; call numbaflash.attention, which can, or keep its arguments out of the derivative with jax\.lax\.stop_gradient"
         ):
             jax.grad(lambda q, run=run: run(q, k, v).sum())(q)
 
@@ -310,7 +310,7 @@ def test_metadata_is_told_without_an_api():
     told = glue._Metadata()
     question = glue._MetadataExtension(type=glue._METADATA, metadata=ctypes.pointer(told))
     frame = glue._CallFrame(extension=ctypes.addressof(question))
-    assert glue._handle("cpu", ctypes.addressof(frame)) is None
+    assert glue._handle("forward", "cpu", ctypes.addressof(frame)) is None
     assert (told.version.major, told.version.minor, told.traits) == (0, 1, glue._CAN_BE_CAPTURED)
 
 
