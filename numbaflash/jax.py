@@ -91,14 +91,14 @@ def attention(q, k, v, *, scale=None, causal=False, window=None, return_lse=Fals
     return_lse, deterministic = check_flag("return_lse", return_lse), check_flag("deterministic", deterministic)
     options = _options(scale, check_causal(causal), check_window(window), deterministic=deterministic)
     _build_early(options, return_lse, q, k, v)
-    return _differentiable(options, return_lse)(q, k, v)
+    return _differentiable(options, return_lse)(*_varying_alike(q, k, v))
 
 
 def forward(q, k, v, *, scale, causal, window, return_lse):
     """`numbaflash.forward` for JAX arrays and tracers, with checked options."""
     options = _options(scale, causal, window)
     _build_early(options, return_lse, q, k, v)
-    return _operation(options, return_lse, _FORWARD_ONLY)(q, k, v)
+    return _operation(options, return_lse, _FORWARD_ONLY)(*_varying_alike(q, k, v))
 
 
 def _options(scale, causal, window, **more) -> str:
@@ -141,7 +141,7 @@ def _differentiable(options: str, with_lse: bool):
         if isinstance(dlse, SymbolicZero):
             dlse = None
         if isinstance(dout, SymbolicZero):
-            dout = jnp.zeros_like(out)
+            dout, _ = _varying_alike(jnp.zeros_like(out), out)
         told = options if dlse is None else json.dumps(json.loads(options) | {"dlse": True})
         gradients = _gradients(told, needs.names)(dout, q, k, v, out, lse, *(() if dlse is None else (dlse,)))
         found = dict(zip(needs.names, gradients, strict=True))
@@ -166,7 +166,7 @@ def _operation(options: str, with_lse: bool, refusal: str):
     def attention(q, k, v):
         problem = _problem(options, *_kind(q, k, v))
         names = ("out", "lse")[: 1 + with_lse]
-        results = _zeros(problem, names) if problem.is_empty else _call("forward", _results(problem, names), (q, k, v), options)
+        results = _zeros(problem, names, q) if problem.is_empty else _call("forward", _results(problem, names), (q, k, v), options)
         return results if with_lse else results[0]
 
     return jax.jit(_refusing(attention, refusal))
@@ -181,7 +181,7 @@ def _gradients(options: str, needs: tuple[str, ...]):
         problem = _problem(options, shapes, dtypes)
         names = tuple(f"d{name}" for name in needs)
         if problem.sees_nothing or not needs:
-            return _zeros(problem, names)
+            return _zeros(problem, names, arrays[0])
         told = json.dumps(json.loads(options) | {"needs": needs})
         size = _workspace_bytes(told, shapes, dtypes)
         workspace = [((size,), jnp.dtype("uint8"))] if size else []
@@ -208,16 +208,33 @@ def _results(problem, names):
     return [(problem.shape_of(name), jnp.dtype(problem.dtype_of(name))) for name in names]
 
 
-def _zeros(problem, names):
-    return tuple(jnp.zeros(*each) for each in _results(problem, names))
+def _zeros(problem, names, like):
+    return tuple(_varying_alike(jnp.zeros(*each), like)[0] for each in _results(problem, names))
 
 
 def _call(direction, results, arrays, options):
     _register()
-    varying = frozenset().union(*(getattr(jax.typeof(x), "vma", frozenset()) for x in arrays)) if hasattr(jax, "typeof") else frozenset()
-    extra = {"vma": varying} if varying else {}  # axes of a shard_map along which devices differ
-    results = tuple(jax.ShapeDtypeStruct(shape, dtype, **extra) for shape, dtype in results)
-    return tuple(jax.ffi.ffi_call(TARGETS[direction], results, vmap_method="broadcast_all")(*arrays, options=options))
+    results = tuple(jax.ShapeDtypeStruct(*each) for each in results)
+    results = jax.ffi.ffi_call(TARGETS[direction], results, vmap_method="broadcast_all")(*arrays, options=options)
+    return tuple(_varying_alike(x, arrays[0])[0] for x in results)
+
+
+def _varying(x) -> frozenset:
+    """The axes of a shard_map along which devices have different values of ``x``."""
+    kind = jax.typeof(x) if hasattr(jax, "typeof") else None
+    return kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else getattr(kind, "vma", frozenset())
+
+
+def _varying_alike(*arrays):
+    """Arrays that are the same on every device beside ones that are not count as different too: their gradients are then summed over devices."""
+    every = frozenset().union(*map(_varying, arrays))
+    return tuple(_vary(x, tuple(every - _varying(x))) for x in arrays)
+
+
+def _vary(x, axes):
+    if not axes:
+        return x
+    return jax.lax.pcast(x, axes, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, axes)
 
 
 def _problem(options, shapes, dtypes):
