@@ -293,6 +293,11 @@ class GpuOps:
         args = [place.address, self.builder.zext(valid.value, llvm_i32), *(x.value for x in values)]
         emit(self.builder, ir.VoidType(), args, text, ",".join(["l", "r", *[register] * count, "~{memory}"]))
 
+    def add_to(self, place, value):
+        """Add to an element in global memory, atomically; subnormal sums may become 0."""
+        kind, register, _ = _PTX[place.element]
+        emit(self.builder, ir.VoidType(), [place.address, value.value], f"red.global.add.{kind} [$0], $1;", f"l,{register},~{{memory}}")
+
     def copy_row(self, memory, index, step, place, count, valid):
         """Start cp.async of elements (4, 8 or 16 bytes) along the last axis to ``index + step`` of shared memory; zeros, and no
         access, unless valid."""
@@ -386,6 +391,11 @@ class SimulatorOps:
             for i, x in enumerate(values):
                 array, indices = cls.moved(place, -1, i)
                 array[indices] = x
+
+    @staticmethod
+    def add_to(place, value):
+        array, indices = place
+        array[indices] += value
 
     @classmethod
     def copy_row(cls, memory, index, step, place, count, valid):

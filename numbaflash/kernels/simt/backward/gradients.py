@@ -1,0 +1,292 @@
+"""The gradients' products on CUDA cores: one block keeps one tile of keys of one key/value head (Algorithm 2 of
+FlashAttention-2, keys outside, queries inside).
+
+::
+
+    k tile (scaled), v tile -> shared memory
+    for each query head of the group, for each tile of queries that sees some key of the tile:
+        p = exp(q k^T - lse), ds = p * (dout v^T - delta)    registers -> shared memory
+        dv += p^T dout, dk += ds^T q                         registers
+        dq += ds k                                           added up in the workspace; q and dout of the next tile arrive meanwhile
+    dk, dv -> results
+
+dk and dv of a group are thus summed in registers. Blocks of other keys add to the same dq: in any order, or each in its turn.
+"""
+
+from __future__ import annotations
+
+import numba
+from numba import cuda, int32
+
+from numbaflash.kernels.schedule import tile_order
+from numbaflash.ptx import cp_async
+from numbaflash.toolchain import KernelSource
+
+from .. import tiles as shared_tiles
+from . import tiles
+from .config import Config
+
+
+def build(config: Config) -> KernelSource:
+    """The kernel of a config.
+
+    Its parameters: dout, q, k, v, lse, dk, dv; delta, sums and turns of the workspace; the factor of the scores that makes
+    their exponential the weight, and that of dk; first and last visible key of query 0; q tiles; k tiles; key/value heads over
+    the batch; query heads a key/value head; key/value heads that run together.
+    """
+    t = tiles.Types.of(config)
+    copy_k = shared_tiles.copy_scaled(config, config.kv_tile, config.dim, config.k_mask)
+    copy_v = shared_tiles.copy_tile(config, config.kv_tile, config.dim_v, config.k_mask)
+    copy_q = shared_tiles.copy_tile(config, config.q_tile, config.dim, config.q_mask)
+    copy_dout = shared_tiles.copy_tile(config, config.q_tile, config.dim_v, config.q_mask)
+    zero_scores, zero_dq, zero_dk, zero_dv = (shared_tiles.zeros(kind, config) for kind in (t.scores, t.dq, t.dk, t.dv))
+    add_qk, add_dout_v = (shared_tiles.add_dots(config, config.scores, dim) for dim in (config.dim, config.dim_v))
+    hide, store_scores = shared_tiles.mask(config, config.scores, 0.0), shared_tiles.store_p(config, config.scores)
+    is_finite = shared_tiles.is_finite(config)
+    load_lse, load_delta = tiles.load_lse(config), tiles.load_delta(config)
+    softmax, softmax_gradient = tiles.softmax(config), tiles.softmax_gradient(config)
+    add_dv, add_dv_seen = (tiles.add_transposed(config, config.dv, config.dim_v, banded) for banded in (False, True))
+    add_dk, add_dk_seen = (tiles.add_transposed(config, config.dk, config.dim, banded) for banded in (False, True))
+    add_dq, add_dq_seen = (tiles.add_dq(config, banded) for banded in (False, True))
+    add_sums = tiles.add_sums(config)
+    dk_chunk, dv_chunk = tiles.chunk(config, config.dk), tiles.chunk(config, config.dv)
+    store_dk, store_dv = tiles.store_rows(config, config.dk, dk_chunk), tiles.store_rows(config, config.dv, dv_chunk)
+    commit, wait = cp_async.commit, cp_async.wait
+
+    real, vector, step = t.real, config.vector, config.step
+    depth, depth_v, dim, dim_v = config.depth, config.depth_v, config.dim, config.dim_v
+    threads, warp_size, lanes_m, lanes_n = config.threads, config.warp_size, config.lanes_m, config.lanes_n
+    lane_bits = lanes_n.bit_length()
+    q_tile, kv_tile, q_mask, k_mask = config.q_tile, config.kv_tile, config.q_mask, config.k_mask
+    v_base = kv_tile * dim
+    q_base = v_base + kv_tile * dim_v
+    dout_base = q_base + q_tile * dim
+    p_base = dout_base + q_tile * dim_v
+    ds_base = p_base + q_tile * kv_tile
+    k_width, v_width, q_width = (
+        shared_tiles.element_copy_width(config),
+        shared_tiles.copy_width(config, kv_tile),
+        shared_tiles.copy_width(config, q_tile),
+    )
+    asynchronous, ordered = config.asynchronous, config.ordered
+    with_dq, with_dk, with_dv, with_ds = config.with_dq, config.with_dk, config.with_dv, config.with_ds
+    bounded_left, bounded_right = config.bounded_left, config.bounded_right
+    bounded = bounded_left or bounded_right
+    s_warps_m, s_warps_n, s_rows, s_columns = _numbers(config.scores)
+    dq_warps_m, dq_warps_n, dq_rows, dq_columns = _numbers(config.dq)
+    dk_warps_m, dk_warps_n, dk_rows, dk_columns = _numbers(config.dk)
+    dv_warps_m, dv_warps_n, dv_rows, dv_columns = _numbers(config.dv)
+
+    def gradients(
+        dout,
+        q,
+        k,
+        v,
+        lse,
+        dk_out,
+        dv_out,
+        delta,
+        sums,
+        turns,
+        factor,
+        scale,
+        band_first,
+        band_last,
+        q_tiles,
+        kv_tiles,
+        batch_kv_heads,
+        group,
+        section,
+    ):
+        thread = int32(cuda.threadIdx.x)
+        memory = cuda.shared.array(0, real)
+        tile = int32(cuda.blockIdx.x)
+        if ordered:  # blocks take their tiles in the order in which they start, so nobody waits for one that has not
+            ticket = cuda.shared.array(0, int32)
+            if thread == 0:
+                ticket[0] = cuda.atomic.add(turns, 0, 1)
+            cuda.syncthreads()
+            tile = ticket[0]
+            cuda.syncthreads()
+        block, batch_kv_head = tile_order(tile, kv_tiles, batch_kv_heads, section)
+        kv_block = int32(kv_tiles - 1 - block)  # first keys first: with a causal mask most queries see them
+        kv_heads, heads = int32(k.shape[2]), int32(q.shape[2])
+        batch, kv_head = batch_kv_head // kv_heads, batch_kv_head % kv_heads
+        seqlen_q, seqlen_k = int32(q.shape[1]), int32(k.shape[1])
+
+        warp, lane = thread // warp_size, thread % warp_size
+        lane_m = (lane & 1) | (lane >> lane_bits) << 1
+        lane_n = (lane >> 1) & (lanes_n - 1)
+        first_k = int32(kv_block * kv_tile)
+        last_k = int32(min(first_k + kv_tile, seqlen_k) - 1)
+
+        # The thread's first query and key of the scores, query and column of dq, key and column of dk and dv, in their tiles.
+        s_query = int32(warp % s_warps_m * (lanes_m * s_rows) + lane_m)
+        s_key = int32(warp // s_warps_m % s_warps_n * (lanes_n * s_columns) + lane_n)
+        dq_query = int32(warp % dq_warps_m * (lanes_m * dq_rows) + lane_m)
+        dq_column = int32(warp // dq_warps_m % dq_warps_n * (lanes_n * dq_columns) + lane_n * vector)
+        dk_key = int32(warp % dk_warps_m * (lanes_m * dk_rows) + lane_m * dk_chunk)
+        dk_column = int32(warp // dk_warps_m % dk_warps_n * (lanes_n * dk_columns) + lane_n * vector)
+        dv_key = int32(warp % dv_warps_m * (lanes_m * dv_rows) + lane_m * dv_chunk)
+        dv_column = int32(warp // dv_warps_m % dv_warps_n * (lanes_n * dv_columns) + lane_n * vector)
+        q_key, k_key = (lane_m & q_mask) * vector, (lane_n & k_mask) * vector
+
+        # Queries that see some key of the tile.
+        begin, end = int32(0), seqlen_q
+        if bounded_right:
+            begin = int32(max(first_k - band_last, 0))
+        if bounded_left:
+            end = int32(min(last_k - band_first + 1, seqlen_q))
+        first_block = int32(begin // q_tile)
+        blocks = int32(max((end + q_tile - 1) // q_tile - first_block, 0)) if begin < end else int32(0)
+        turn_count = int32(blocks * group)
+
+        dk, dv = zero_dk(), zero_dv()
+        plain_k = int32(1)
+        if turn_count > 0:
+            head, first_q = int32(kv_head * group), int32(first_block * q_tile)
+            copy_q(memory, q_base, q, batch, first_q, head, thread // q_width, thread % q_width)
+            copy_dout(memory, dout_base, dout, batch, first_q, head, thread // q_width, thread % q_width)
+            if with_ds:
+                copy_v(memory, v_base, v, batch, first_k, kv_head, thread // v_width, thread % v_width)
+            if asynchronous:
+                commit()
+            copy_k(memory, 0, k, batch, first_k, kv_head, factor, thread // k_width, thread % k_width)
+            if bounded and with_dq:
+                cuda.syncthreads()
+                for unit in range(thread, kv_tile * dim // vector, threads):
+                    plain_k &= is_finite(memory, unit * vector)
+                plain_k = cuda.syncthreads_and(plain_k)
+
+        for turn in range(turn_count):
+            head = int32(kv_head * group + turn // blocks)
+            q_block = int32(first_block + turn % blocks)
+            first_q = int32(q_block * q_tile)
+            batch_head = int32(batch * heads + head)
+            q_number = int32(batch_head * q_tiles + q_block)
+            if asynchronous:
+                wait()
+            cuda.syncthreads()  # q and dout are here; nobody reads p and ds any more, everyone has added to dq
+            if ordered and turn > 0 and thread == 0:
+                last_number = int32(q_number - 1)
+                if turn % blocks == 0:
+                    last_number = int32((batch_head - 1) * q_tiles + first_block + blocks - 1)
+                cuda.atomic.add(turns, 1 + last_number, 1)
+
+            p = zero_scores()
+            c = int32(0)
+            while c < depth:
+                p = add_qk(p, memory, q_base + s_query * dim, s_key * dim, c ^ q_key, c ^ k_key)
+                c = int32(c + step)
+            p = softmax(p, load_lse(lse, batch, head, first_q + s_query))
+
+            border = first_k + kv_tile > seqlen_k
+            if bounded_left:
+                border |= first_k < min(first_q + q_tile, seqlen_q) - 1 + band_first
+            if bounded_right:
+                border |= first_k + kv_tile - 1 > first_q + band_last
+            first, last = int32(first_q + band_first - first_k), int32(first_q + band_last - first_k)  # of the tile's first query
+            if border:
+                p = hide(p, first + s_query - s_key, last + s_query - s_key, seqlen_k - first_k - s_key)
+            if with_dv:
+                store_scores(memory, p_base + s_query * kv_tile, s_key, q_key, p)
+            if with_ds:
+                ds = zero_scores()
+                c = int32(0)
+                while c < depth_v:
+                    ds = add_dout_v(ds, memory, dout_base + s_query * dim_v, v_base + s_key * dim_v, c ^ q_key, c ^ k_key)
+                    c = int32(c + step)
+                ds = softmax_gradient(p, ds, load_delta(delta, batch_head, first_q + s_query))
+                if border:
+                    ds = hide(ds, first + s_query - s_key, last + s_query - s_key, seqlen_k - first_k - s_key)
+                store_scores(memory, ds_base + s_query * kv_tile, s_key, q_key, ds)
+
+            plain = int32(1)
+            if bounded and border:
+                for unit in range(thread, q_tile * (dim + dim_v) // vector, threads):
+                    plain &= is_finite(memory, q_base + unit * vector)
+                plain = cuda.syncthreads_and(plain)  # p and ds are here
+            else:
+                cuda.syncthreads()  # p and ds are here
+            if with_dv:
+                c = int32(0)
+                if plain:
+                    while c < q_tile:
+                        dv = add_dv(dv, memory, p_base + c * kv_tile, dv_key, dout_base + c * dim_v, dv_column)
+                        c = int32(c + step)
+                else:
+                    while c < q_tile:
+                        dv = add_dv_seen(
+                            dv, memory, p_base + c * kv_tile, dv_key, dout_base + c * dim_v, dv_column, dv_key - last - c, dv_key - first - c
+                        )
+                        c = int32(c + lanes_m)
+            if with_dk:
+                c = int32(0)
+                if plain:
+                    while c < q_tile:
+                        dk = add_dk(dk, memory, ds_base + c * kv_tile, dk_key, q_base + c * dim, dk_column)
+                        c = int32(c + step)
+                else:
+                    while c < q_tile:
+                        dk = add_dk_seen(
+                            dk, memory, ds_base + c * kv_tile, dk_key, q_base + c * dim, dk_column, dk_key - last - c, dk_key - first - c
+                        )
+                        c = int32(c + lanes_m)
+
+            if ordered and thread == 0:
+                before = kv_block  # blocks that add to this tile of dq before this one
+                if bounded_left:
+                    before -= max(first_q + band_first, 0) // kv_tile
+                while cuda.atomic.add(turns, 1 + q_number, 0) < before:
+                    continue
+                cuda.threadfence()
+            cuda.syncthreads()  # nobody reads q and dout any more
+            if turn + 1 < turn_count:
+                next_head = int32(kv_head * group + (turn + 1) // blocks)
+                next_q = int32((first_block + (turn + 1) % blocks) * q_tile)
+                copy_q(memory, q_base, q, batch, next_q, next_head, thread // q_width, thread % q_width)
+                copy_dout(memory, dout_base, dout, batch, next_q, next_head, thread // q_width, thread % q_width)
+                if asynchronous:
+                    commit()
+            if with_dq:
+                dq = zero_dq()
+                c = int32(0)
+                ds_row = ds_base + dq_query * kv_tile
+                if plain_k or not border:
+                    while c < kv_tile:
+                        dq = add_dq(dq, memory, ds_row, c * dim, dq_column ^ (c & k_mask) * vector, c ^ q_key)
+                        c = int32(c + step)
+                else:
+                    while c < kv_tile:
+                        dq = add_dq_seen(
+                            dq,
+                            memory,
+                            ds_row,
+                            c * dim,
+                            dq_column ^ (c & k_mask) * vector,
+                            c ^ q_key,
+                            first + dq_query - c,
+                            last + dq_query - c,
+                        )
+                        c = int32(c + vector)
+                add_sums(sums, q_number, thread, dq)
+                if ordered:
+                    cuda.threadfence()
+
+        if ordered and turn_count > 0:
+            cuda.syncthreads()
+            if thread == 0:
+                last_head = int32(batch * heads + kv_head * group + group - 1)
+                cuda.atomic.add(turns, 1 + last_head * q_tiles + first_block + blocks - 1, 1)
+        if with_dk:
+            store_dk(dk_out, batch, first_k + dk_key, kv_head, dk_column, dk, scale)
+        if with_dv:
+            store_dv(dv_out, batch, first_k + dv_key, kv_head, dv_column, dv, real(1.0))
+
+    arrays = (t.operand,) * 4 + (t.lse,) + (t.operand,) * 2 + (t.delta, t.sums, t.turns)
+    signature = numba.types.void(*arrays, t.real, t.real, *(numba.types.int32,) * 7)
+    return KernelSource(gradients, signature, threads=threads, min_blocks=config.min_blocks)
+
+
+def _numbers(share):
+    return share.warps_m, share.warps_n, share.rows, share.columns
