@@ -408,13 +408,18 @@ def merge(outs, lses):
     return _merge(outs, lses)
 
 
-def explain(q, k, v, *, scale=None, causal=False, window=None, return_lse=False, out=None, lse=None):
-    """Say how `forward` would run these arguments: which kernel, which tiles, and why not another. Nothing is run.
+def explain(q, k, v, *, scale=None, causal=False, window=None, return_lse=False, out=None, lse=None, direction="forward", deterministic=False):
+    """Say how `forward` or `backward` would run these arguments: which kernel, which tiles, and why not another. Nothing is run.
 
     Parameters
     ----------
     q, k, v, scale, causal, window, return_lse, out, lse
         As `forward` takes them; with the same checks. The values in the arrays are not read.
+    direction : "forward" or "backward", optional
+        For "backward", ``out`` and ``lse`` are what is read, all three gradients are needed and new, and dout is row-major, as out and lse are
+        where they are not given. An LSE is part of it, whatever ``return_lse`` says.
+    deterministic : bool, optional
+        As `backward` takes it. `forward` always is.
 
     Returns
     -------
@@ -435,4 +440,5 @@ def explain(q, k, v, *, scale=None, causal=False, window=None, return_lse=False,
     >>> nf.explain(x, x, x, causal=True).plan.family
     'cpu'
     """
-    return _explain(q, k, v, scale=scale, causal=causal, window=window, return_lse=return_lse, out=out, lse=lse)
+    options = {"scale": scale, "causal": causal, "window": window, "return_lse": return_lse}
+    return _explain(q, k, v, **options, out=out, lse=lse, direction=direction, deterministic=deterministic)
