@@ -70,7 +70,7 @@ class Call:
 
     def launch_checked(self, library: Library, arrays: dict, addresses: dict, stream: int | None, handle: int) -> None:
         """Launch with what only some calls need: checks of addresses, and copies."""
-        self.check_addresses(arrays, addresses)
+        self.check_addresses(addresses)
         copied = {}
         for name in self.plan.copies:
             if name in arrays:
@@ -84,10 +84,10 @@ class Call:
             if name in copied:
                 library.assign(arrays[name], copied[name], stream)
 
-    def check_addresses(self, arrays, addresses):
+    def check_addresses(self, addresses):
         """Arrays that have elements must have memory, and results must not touch what is read, nor each other."""
-        for name in arrays:
-            if not addresses[name] and not (name in self.facts and 0 in self.facts[name].shape):
+        for name, given in self.facts.items():
+            if not addresses[name] and 0 not in given.shape:
                 raise ValueError(f"{name} has no memory: it was deleted or released before the call")
         check_apart(self.facts, addresses, self.direction)
 

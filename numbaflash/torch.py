@@ -14,6 +14,7 @@ import torch
 from torch.autograd import forward_ad
 
 from . import api
+from .dispatch import forced_family, use_family
 from .problem import UnsupportedError, check_causal, check_flag, check_scale, check_window
 
 __all__ = ["attention", "replace_sdpa", "scaled_dot_product_attention"]
@@ -111,6 +112,7 @@ class _Attention(torch.autograd.Function):
         out, lse = api.forward(q, k, v, scale=scale, causal=causal, window=window, return_lse=True)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.options = {"scale": scale, "causal": causal, "window": window, "deterministic": deterministic}
+        ctx.family = forced_family()  # of this thread; autograd has its own
         ctx.set_materialize_grads(False)
         return (out, lse) if check_flag("return_lse", return_lse) else out
 
@@ -120,9 +122,9 @@ class _Attention(torch.autograd.Function):
         if dout is None and dlse is None:
             gradients = None, None, None
         elif torch.is_grad_enabled():  # create_graph=True
-            gradients = _Gradients.apply(dout, dlse, *ctx.saved_tensors, needs, ctx.options)
+            gradients = _Gradients.apply(dout, dlse, *ctx.saved_tensors, needs, ctx.options, ctx.family)
         else:
-            gradients = _gradients(dout, dlse, *ctx.saved_tensors, needs, ctx.options)
+            gradients = _gradients(dout, dlse, *ctx.saved_tensors, needs, ctx.options, ctx.family)
         return *gradients, None, None, None, None, None
 
 
@@ -141,11 +143,12 @@ class _Gradients(torch.autograd.Function):
         )
 
 
-def _gradients(dout, dlse, q, k, v, out, lse, needs, options):
+def _gradients(dout, dlse, q, k, v, out, lse, needs, options, family=None):
     """dq, dk, dv; None for those not needed."""
     # Without a gradient of the result, zeros that take no memory.
     dout = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape) if dout is None else dout.resolve_neg()
-    return api.backward(dout, q, k, v, out, lse, dlse=dlse, needs=needs, **options)
+    with use_family(family or forced_family()):
+        return api.backward(dout, q, k, v, out, lse, dlse=dlse, needs=needs, **options)
 
 
 # torch.compile. An operator takes plain values: causal is 0, 1 (bottom-right) or 2 (top-left).
