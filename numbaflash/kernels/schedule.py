@@ -7,27 +7,35 @@ values fit in the L2 cache together.
 
 from __future__ import annotations
 
-from numba import cuda, int32, uint32
+from numba.cuda.types import UniTuple, int32
+
+from ..ptx.straight import straight_line
 
 
-def order(tile, q_blocks, heads, section):
+def order(ops, tile, q_blocks, heads, section):
     """(q block, head) of a tile number: sections of heads; in a section, q blocks from last to first, heads fastest."""
-    tile = uint32(tile)
-    per_section = uint32(section) * uint32(q_blocks)
-    first_head = tile // per_section * uint32(section)
+    per_section = section * q_blocks
+    first_head = tile // per_section * section
     within = tile % per_section
-    width = min(uint32(section), uint32(heads) - first_head)
-    q_block = uint32(q_blocks) - uint32(1) - within // width
-    return int32(q_block), int32(first_head + within % width)
+    width = ops.minimum(section, heads - first_head)
+    return [q_blocks - 1 - within // width, first_head + within % width]
 
 
-tile_order = cuda.jit(order, device=True, inline="always")
+tile_order = straight_line(UniTuple(int32, 2), (int32,) * 4, order)
 
 
-def snake(turn, block, blocks):
+def snake(ops, turn, block, blocks):
     """Tile number of a persistent block's n-th turn: odd turns run backwards, so that long and short tiles even out."""
-    first = turn * blocks
-    return first + (blocks - int32(1) - block) if turn & int32(1) else first + block
+    return turn * blocks + ops.select((turn & 1) == 1, blocks - 1 - block, block)
 
 
-tile_of_turn = cuda.jit(snake, device=True, inline="always")
+tile_of_turn = straight_line(int32, (int32,) * 3, snake)
+
+
+def split_head(ops, column, heads, group):
+    """(batch, head, kv head) of a head counted over the batch."""
+    head = column % heads
+    return [column // heads, head, head // group]
+
+
+heads_of = straight_line(UniTuple(int32, 3), (int32,) * 3, split_head)

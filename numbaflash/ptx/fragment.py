@@ -9,10 +9,13 @@ variable: it becomes a run-time switch and ends the wgmma pipeline.
 
 from __future__ import annotations
 
+import math
+
 from llvmlite import ir
 from numba.cuda import types
 
-from .inline import F32, I32, U32, VOID, emit, instruction, llvm_f32, llvm_i32, make_intrinsic, pack, unpack
+from .inline import F32, I32, U32, VOID, emit, llvm_f32, llvm_i32, make_intrinsic, pack, unpack
+from .straight import straight_line
 
 CONVERT = {"f16": "cvt.rn.f16x2.f32", "bf16": "cvt.rn.bf16x2.f32"}
 
@@ -71,43 +74,53 @@ def zeros(columns):
     return make_intrinsic(fragment(columns), (), lambda builder, args, llvm: ir.Constant(llvm, [ir.Constant(llvm_f32, 0.0)] * count))
 
 
+HELD = types.UniTuple(F32, 2)
+
+STATISTICS = types.UniTuple(F32, 6)
+"""(m0, m1, l0, l1, a0, a1) of a thread's two rows: running maximum, running sum, and the factor of what came before."""
+
+
 def scale_rows(columns):
-    """``f(x, a0, a1)``: the thread's two rows times a0 and a1."""
-    return _elementwise(columns, (F32, F32), lambda builder, x, i, a: builder.fmul(x, a[_row(i)]))
+    """``f(x, statistics)``: the thread's two rows times their factors a."""
+    return _elementwise(columns, (STATISTICS,), lambda builder, x, i, args: builder.fmul(x, builder.extract_value(args[0], 4 + _row(i))))
 
 
 def normalise_rows(columns):
-    """``f(x, a0, a1)``: the thread's two rows times a0 and a1, and 0 (whatever x holds) in a row whose factor is 0."""
+    """``f(x, statistics)``: the thread's two rows times their factors a, and 0 (whatever x holds) in a row whose factor is 0."""
     zero = ir.Constant(llvm_f32, 0.0)
-    return _elementwise(
-        columns,
-        (F32, F32),
-        lambda builder, x, i, a: builder.select(builder.fcmp_ordered("==", a[_row(i)], zero), zero, builder.fmul(x, a[_row(i)])),
-    )
+
+    def element(builder, x, i, args):
+        a = builder.extract_value(args[0], 4 + _row(i))
+        return builder.select(builder.fcmp_ordered("==", a, zero), zero, builder.fmul(x, a))
+
+    return _elementwise(columns, (STATISTICS,), element)
 
 
 def negate(columns):
     return _elementwise(columns, (), lambda builder, x, i, a: _negate(builder, x))
 
 
-def keep_columns_to(columns):
-    """``f(x, last0, last1)``: -inf where the column, counted from the thread's first, lies beyond its row's last."""
-    minus_inf = ir.Constant(llvm_f32, float("-inf"))
-    return _elementwise(
-        columns,
-        (I32, I32),
-        lambda builder, x, i, a: builder.select(builder.icmp_signed(">", ir.Constant(llvm_i32, _column(i)), a[_row(i)]), minus_inf, x),
-    )
+def mask_band(columns, left, right):
+    """``f(s, block, (first0, first1, last0, last1))``: -inf where a key lies before its row's first or after its row's last.
 
-
-def keep_columns_from(columns):
-    """``f(x, first0, first1)``: -inf where the column, counted from the thread's first, lies before its row's first."""
+    The block's keys and the limits are counted from the thread's first column of block 0; ``left`` and ``right`` say which limits count.
+    """
     minus_inf = ir.Constant(llvm_f32, float("-inf"))
-    return _elementwise(
-        columns,
-        (I32, I32),
-        lambda builder, x, i, a: builder.select(builder.icmp_signed("<", ir.Constant(llvm_i32, _column(i)), a[_row(i)]), minus_inf, x),
-    )
+
+    def generate(builder, args, llvm_result):
+        origin = builder.mul(args[1], ir.Constant(llvm_i32, columns))
+        limits = [builder.sub(limit, origin) for limit in unpack(builder, args[2], 4)]
+        values = []
+        for i, x in enumerate(unpack(builder, args[0], columns // 2)):
+            column = ir.Constant(llvm_i32, _column(i))
+            if right:
+                x = builder.select(builder.icmp_signed(">", column, limits[2 + _row(i)]), minus_inf, x)
+            if left:
+                x = builder.select(builder.icmp_signed("<", column, limits[_row(i)]), minus_inf, x)
+            values.append(x)
+        return pack(builder, llvm_result, values)
+
+    return make_intrinsic(fragment(columns), (fragment(columns), I32, types.UniTuple(I32, 4)), generate)
 
 
 def _shuffle_xor(builder, x, lanes):
@@ -116,21 +129,22 @@ def _shuffle_xor(builder, x, lanes):
 
 
 def online_softmax(columns, hold):
-    """One step of the online softmax: ``f(s, m0, m1, l0, l1, scale) -> (p, m0, m1, l0, l1, a0, a1, h0, h1)``.
+    """One step of the online softmax: ``f(s, statistics, scale) -> (p, statistics, held)``.
 
     m is the new maximum of the two rows over the quad and what came before, ``p = exp2((s - m) * scale)``,
     ``a = exp2((m_before - m) * scale)`` is what everything before has to be multiplied by, and l becomes
     ``l * a + sum(p)`` over the thread's own elements of a row. A row that has seen only -inf is shifted by 0.
 
     The sums start from the old ones: ptxas then computes a first, and the rescaling of the output hides behind the
-    exponentials. h are the sums after ``hold`` elements of the row, for `hold_back`.
+    exponentials. ``held`` are the sums after ``hold`` elements of the two rows, for `hold_back`.
     """
     count = columns // 2
-    result = types.Tuple((fragment(columns), *(F32,) * 8))
+    result = types.Tuple((fragment(columns), STATISTICS, HELD))
     minus_inf, zero = ir.Constant(llvm_f32, float("-inf")), ir.Constant(llvm_f32, 0.0)
 
     def generate(builder, args, llvm_result):
-        scores, before, l, scale = unpack(builder, args[0], count), args[1:3], args[3:5], args[5]
+        scores, scale = unpack(builder, args[0], count), args[2]
+        before, l = unpack(builder, args[1], 2), [builder.extract_value(args[1], 2 + row) for row in (0, 1)]
         m, minus_shift, a = [], [], []
         for row in (0, 1):
             top = _maximum(builder, [x for i, x in enumerate(scores) if _row(i) == row] + [before[row]])
@@ -150,15 +164,44 @@ def online_softmax(columns, hold):
                 partial.append(builder.fadd(partial[-1], x))
             sums.append(partial[-1])
             held.append(partial[max(hold, 1) - 1])
-        return pack(builder, llvm_result, [pack(builder, args[0].type, p), *m, *sums, *a, *held])
+        parts = (p, [*m, *sums, *a], held)
+        return pack(builder, llvm_result, [pack(builder, kind, values) for kind, values in zip(llvm_result.elements, parts, strict=True)])
 
-    return make_intrinsic(result, (fragment(columns), *(F32,) * 5), generate)
+    return make_intrinsic(result, (fragment(columns), STATISTICS, F32), generate)
 
 
-hold_back = instruction(
-    "{.reg .pred p; setp.lt.f32 p, $1, 0f00000000; setp.lt.or.f32 p, $2, 0f00000000, p; @p st.shared.f32 [$0], $1;}", VOID, U32, F32, F32
+def _start(builder, args, llvm_result):
+    return ir.Constant(llvm_result, [ir.Constant(llvm_f32, x) for x in (-math.inf, -math.inf, 0.0, 0.0, 1.0, 1.0)])
+
+
+start_statistics = make_intrinsic(STATISTICS, (), _start)
+"""``f() -> statistics`` of rows that have seen nothing."""
+
+
+def _finish(ops, statistics):
+    m0, m1, *sums = statistics[:4]
+    for lanes in (1, 2):
+        sums = [x + y for x, y in zip(sums, ops.exchange(sums, lanes), strict=True)]
+    # A row that saw nothing has l = 0, and its accumulator may be 0 * NaN: it is replaced by 0, not scaled.
+    factors = [ops.select(l == 0.0, ops.constant("float32", 0.0), ops.reciprocal(l)) for l in sums]
+    return [m0, m1, *sums, *factors]
+
+
+finish_statistics = straight_line(STATISTICS, (STATISTICS,), _finish)
+"""``f(statistics)``: l summed over the quad, and a = 1 / l, or 0 in a row that has seen nothing."""
+
+hold_back = make_intrinsic(
+    VOID,
+    (U32, HELD),
+    lambda builder, args, _: emit(
+        builder,
+        ir.VoidType(),
+        [args[0], *unpack(builder, args[1], 2)],
+        "{.reg .pred p; setp.lt.f32 p, $1, 0f00000000; setp.lt.or.f32 p, $2, 0f00000000, p; @p st.shared.f32 [$0], $1;}",
+        "r,f,f,~{memory}",
+    ),
 )
-"""``hold_back(scratch, x, y)``: keeps a following wgmma wait behind the computation of x and y.
+"""``hold_back(scratch, held)``: keeps a following wgmma wait behind the computation of two numbers.
 
 It is a store that happens only for a negative value, which a sum of exponentials never is; ptxas cannot know. Without
 it ptxas hoists the wait for P V above the exponentials, which then no longer overlap with that product.
@@ -180,15 +223,23 @@ def to_16bit(columns, dtype):
 def store_matrix(columns, panel_bytes, first_panel=0, panels=None):
     """Store panels of a packed tile to shared memory, 64 columns each, in the 128-byte swizzle (stmatrix).
 
-    ``f(tile, row, swizzle, half)``: ``row`` is the address of this lane's row in the first panel stored, ``swizzle`` is
-    ``(row number & 7) << 4``, ``half`` is 16 in lanes 16 to 31 and 0 below.
+    ``f(tile, base, thread)``: ``base`` is the address of the first panel stored, ``thread`` counts within the warpgroup.
     """
     count = columns // 4
     first = 16 * first_panel
     end = count if panels is None else min(count, first + 16 * panels)
 
     def generate(builder, args, _):
-        registers = unpack(builder, args[0], count)
+        registers, base, thread = unpack(builder, args[0], count), args[1], args[2]
+
+        def bits(mask, shift=0):
+            part = builder.and_(thread, ir.Constant(llvm_i32, mask))
+            return builder.shl(part, ir.Constant(llvm_i32, shift)) if shift else part
+
+        # Lane l stores row l % 16 of its warp's 16 rows, lanes from 16 on the second eight columns of each step.
+        row = builder.or_(builder.lshr(bits(0x60), ir.Constant(llvm_i32, 1)), bits(15))
+        row_at = builder.add(base, builder.shl(row, ir.Constant(llvm_i32, 7)))
+        swizzle, half = bits(7, 4), bits(16)
         for k in range(first, end, 4):
             panel, step = divmod((k - first) // 4, 4)
             quad = registers[k : k + 4]
@@ -197,6 +248,6 @@ def store_matrix(columns, panel_bytes, first_panel=0, panels=None):
                 f"{{.reg .b32 a; add.u32 a, $2, {32 * step}; xor.b32 a, a, $1; add.u32 a, a, $0;\n"
                 f"stmatrix.sync.aligned.m8n8.{shape}.shared.b16 [a+{panel * panel_bytes}], {names};}}"
             )
-            emit(builder, ir.VoidType(), [args[1], args[2], args[3], *quad], text, ",".join(["r"] * (3 + len(quad))) + ",~{memory}")
+            emit(builder, ir.VoidType(), [row_at, swizzle, half, *quad], text, ",".join(["r"] * (3 + len(quad))) + ",~{memory}")
 
-    return make_intrinsic(VOID, (packed(columns), U32, U32, U32), generate)
+    return make_intrinsic(VOID, (packed(columns), U32, I32), generate)

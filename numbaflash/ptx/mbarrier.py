@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from .inline import U32, VOID, instruction
+from llvmlite import ir
 
-init = instruction("mbarrier.init.shared::cta.b64 [$0], $1;", VOID, U32, U32)
-"""Make the barrier at the address complete a phase after so many arrivals."""
+from .inline import U32, VOID, emit, instruction, llvm_i32, make_intrinsic
+
+
+def init_ring(count, arrivals):
+    """``init(address)``: make each of so many neighbouring barriers complete a phase after so many arrivals."""
+
+    def generate(builder, args, _):
+        for i in range(count):
+            at = builder.add(args[0], ir.Constant(llvm_i32, 8 * i))
+            emit(builder, ir.VoidType(), [at], f"mbarrier.init.shared::cta.b64 [$0], {arrivals};", "r,~{memory}")
+
+    return make_intrinsic(VOID, (U32,), generate)
+
 
 fence_init = instruction("fence.mbarrier_init.release.cluster;", VOID)
 """Make initialised barriers visible to the copy engine."""

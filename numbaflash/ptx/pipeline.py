@@ -1,7 +1,7 @@
 """A ring of stages in shared memory: where a stage lies, and the mbarriers that say it is full or empty.
 
-``stage`` counts from 0, ``phase`` is the parity of its barriers, which turns over when the ring does. A ring of
-barriers is known by the address of the first; a barrier is 8 bytes.
+A *place* in the ring is (stage, phase): ``stage`` counts from 0, ``phase`` is the parity of its barriers, which turns over
+when the ring does. A ring of barriers is known by the address of the first; a barrier is 8 bytes.
 """
 
 from __future__ import annotations
@@ -10,52 +10,63 @@ from llvmlite import ir
 from numba.cuda import types
 
 from . import mbarrier
-from .inline import I32, U32, VOID, emit, llvm_i32, make_intrinsic, pack
+from .inline import I32, U32, VOID, emit, llvm_i32, make_intrinsic, pack, unpack
 
 BARRIER_BYTES = 8
+PLACE = types.UniTuple(I32, 2)
 
 
 def _constant(n):
     return ir.Constant(llvm_i32, n)
 
 
-def _barrier(builder, ring, stage):
-    return builder.add(ring, builder.shl(stage, _constant(3)))
+def barrier_at(builder, ring, place):
+    """LLVM address of the barrier of a place."""
+    return builder.add(ring, builder.shl(builder.extract_value(place, 0), _constant(3)))
+
+
+def slot_at(builder, base, place, stage_bytes):
+    """LLVM address of the stage of a place."""
+    return builder.add(base, builder.mul(builder.extract_value(place, 0), _constant(stage_bytes)))
 
 
 def _wait(builder, args, _):
-    ring, stage, phase = args
-    emit(builder, ir.VoidType(), [_barrier(builder, ring, stage), phase], mbarrier.WAIT, "r,r,~{memory}")
+    ring, place = args
+    emit(builder, ir.VoidType(), [barrier_at(builder, ring, place), builder.extract_value(place, 1)], mbarrier.WAIT, "r,r,~{memory}")
 
 
 def _release(builder, args, _):
-    ring, stage, lane = args
-    emit(builder, ir.VoidType(), [_barrier(builder, ring, stage), lane], mbarrier.ARRIVE_WHERE_ZERO, "r,r,~{memory}")
+    ring, place, lane = args
+    emit(builder, ir.VoidType(), [barrier_at(builder, ring, place), lane], mbarrier.ARRIVE_WHERE_ZERO, "r,r,~{memory}")
 
 
-wait = make_intrinsic(VOID, (U32, U32, U32), _wait)
-"""``wait(ring, stage, phase)`` for the stage's barrier."""
+wait = make_intrinsic(VOID, (U32, PLACE), _wait)
+"""``wait(ring, place)`` for the barrier of the place."""
 
-release = make_intrinsic(VOID, (U32, U32, I32), _release)
-"""``release(ring, stage, lane)``: one arrival a warp, of lane 0."""
+release = make_intrinsic(VOID, (U32, PLACE, I32), _release)
+"""``release(ring, place, lane)``: one arrival a warp, of lane 0."""
 
-barrier = make_intrinsic(U32, (U32, U32), lambda builder, args, _: _barrier(builder, *args))
-"""``barrier(ring, stage)``: the address of a stage's barrier."""
+barrier = make_intrinsic(U32, (U32, PLACE), lambda builder, args, _: barrier_at(builder, *args))
+"""``barrier(ring, place)``: the address of its barrier."""
+
+
+def start(phase):
+    """``start() -> place``: the first stage. A producer starts with phase 1, since a fresh "empty" barrier lets that wait pass."""
+    return make_intrinsic(PLACE, (), lambda builder, args, llvm: ir.Constant(llvm, [_constant(0), _constant(phase)]))
 
 
 def advance(stages):
-    """``advance(stage, phase) -> (stage, phase)`` of the next place in a ring of so many stages."""
+    """``advance(place)``: the next place in a ring of so many stages."""
 
     def generate(builder, args, llvm_result):
-        following = builder.add(args[0], _constant(1))
+        stage, phase = unpack(builder, args[0], 2)
+        following = builder.add(stage, _constant(1))
         wraps = builder.icmp_unsigned("==", following, _constant(stages))
-        stage = builder.select(wraps, _constant(0), following)
-        phase = builder.xor(args[1], builder.zext(wraps, llvm_i32))
-        return pack(builder, llvm_result, [stage, phase])
+        return pack(builder, llvm_result, [builder.select(wraps, _constant(0), following), builder.xor(phase, builder.zext(wraps, llvm_i32))])
 
-    return make_intrinsic(types.UniTuple(U32, 2), (U32, U32), generate)
+    return make_intrinsic(PLACE, (PLACE,), generate)
 
 
 def slot(stage_bytes):
-    """``slot(base, stage)``: the address of a stage of so many bytes."""
-    return make_intrinsic(U32, (U32, U32), lambda builder, args, _: builder.add(args[0], builder.mul(args[1], _constant(stage_bytes))))
+    """``slot(base, place)``: the address of a stage of so many bytes."""
+    return make_intrinsic(U32, (U32, PLACE), lambda builder, args, _: slot_at(builder, *args, stage_bytes))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from llvmlite import ir
+from numba.cuda import types
 
-from .inline import F32, U32, U64, VOID, instruction, llvm_i32, make_intrinsic
+from .inline import U32, llvm_i32, make_intrinsic, pack
 
 
 def _dynamic_base(builder, args, _):
@@ -14,10 +15,19 @@ def _dynamic_base(builder, args, _):
     except KeyError:
         symbol = ir.GlobalVariable(module, ir.ArrayType(ir.IntType(8), 0), "numbaflash_dynamic_shared", addrspace=3)
         symbol.linkage, symbol.align = "external", 1024
-    return builder.ptrtoint(symbol, llvm_i32)
+    above = builder.add(builder.ptrtoint(symbol, llvm_i32), ir.Constant(llvm_i32, 1023))
+    return builder.and_(above, ir.Constant(llvm_i32, -1024))
 
 
 dynamic_base = make_intrinsic(U32, (), _dynamic_base)
-"""Address of the kernel's dynamic shared memory."""
+"""First address in the kernel's dynamic shared memory that is a multiple of 1024."""
 
-store_global_f32 = instruction("st.global.f32 [$0], $1;", VOID, U64, F32)
+
+def addresses(*offsets):
+    """``f() -> tuple``: addresses in dynamic shared memory, offsets from `dynamic_base`."""
+
+    def generate(builder, args, llvm_result):
+        base = _dynamic_base(builder, (), None)
+        return pack(builder, llvm_result, [builder.add(base, ir.Constant(llvm_i32, offset)) for offset in offsets])
+
+    return make_intrinsic(types.UniTuple(U32, len(offsets)), (), generate)

@@ -93,7 +93,8 @@ def _relation(symbol):
 class Register:
     """An LLVM value with Python's operators; the other operand is one of the same type, or a number.
 
-    Integers are signed, comparisons with NaN are false.
+    Integers are signed and keep their width, comparisons with NaN are false. ``//`` and ``%`` by a positive number round down, as in
+    Python; by a register, neither may be negative.
     """
 
     __slots__ = ("builder", "value")
@@ -117,6 +118,22 @@ class Register:
     __and__ = __rand__ = _binary("and_")
     __or__ = __ror__ = _binary("or_")
     __xor__ = __rxor__ = _binary("xor")
+    __lshift__, __rshift__ = _binary("shl"), _binary("ashr")
+
+    def __floordiv__(self, divisor):
+        if isinstance(divisor, Register):
+            return Register(self.builder, self.builder.udiv(self.value, divisor.value))
+        if divisor & (divisor - 1) == 0:
+            return self >> (divisor.bit_length() - 1) if divisor > 1 else self
+        quotient = Register(self.builder, self.builder.sdiv(self.value, self._like(divisor)))  # towards zero
+        below = self.builder.zext((self - quotient * divisor < 0).value, self.value.type)
+        return quotient - Register(self.builder, below)
+
+    def __mod__(self, divisor):
+        if isinstance(divisor, Register):
+            return Register(self.builder, self.builder.urem(self.value, divisor.value))
+        return self & (divisor - 1) if divisor & (divisor - 1) == 0 else self - self // divisor * divisor
+
     __lt__, __le__, __gt__, __ge__ = (_relation(symbol) for symbol in ("<", "<=", ">", ">="))
     __eq__ = _relation("==")
     __hash__ = None
@@ -170,11 +187,25 @@ class GpuOps:
         """A float."""
         return Register(self.builder, ir.Constant(_FLOATS[dtype], value))
 
+    def integer(self, value):
+        """An int32."""
+        return Register(self.builder, ir.Constant(llvm_i32, value))
+
+    def wide(self, x):
+        """An int32 as int64."""
+        return Register(self.builder, self.builder.sext(x.value, _I64))
+
     def fma(self, a, b, c):
         return Register(self.builder, self.builder.fma(a.value, b.value, c.value))
 
+    def minimum(self, a, b):
+        """The smaller one of integers."""
+        return self.select(a < b, a, b)
+
     def maximum(self, a, b):
         """The larger one; the other one where one is NaN."""
+        if a.is_integer:
+            return self.select(a > b, a, b)
         suffix, register = ("f32", "f") if a.value.type == llvm_f32 else ("f64", "d")
         return self._pure(a.value.type, f"max.{suffix} $0, $1, $2;", f"={register},{register},{register}", a, b)
 
@@ -189,6 +220,14 @@ class GpuOps:
     def exp2(self, x):
         """2 to the power of a float32: the special-function unit, 2 ulp; results below 2**-126 are 0."""
         return self._pure(llvm_f32, "ex2.approx.ftz.f32 $0, $1;", "=f,f", x)
+
+    def log2(self, x):
+        """Binary logarithm of a float32: the special-function unit."""
+        return self._pure(llvm_f32, "lg2.approx.ftz.f32 $0, $1;", "=f,f", x)
+
+    def reciprocal(self, x):
+        """1 / x of a float32: the special-function unit, 1 ulp."""
+        return self._pure(llvm_f32, "rcp.approx.ftz.f32 $0, $1;", "=f,f", x)
 
     def exp(self, x):
         """e to the power of a float64, in full precision."""
@@ -298,6 +337,12 @@ class GpuOps:
         kind, register, _ = _PTX[place.element]
         emit(self.builder, ir.VoidType(), [place.address, value.value], f"red.global.add.{kind} [$0], $1;", f"l,{register},~{{memory}}")
 
+    def store_at(self, address, value, valid):
+        """Store a float32 at an address (int64) of global memory, if valid."""
+        args = [address.value, value.value, self.builder.zext(valid.value, llvm_i32)]
+        text = "{.reg .pred p; setp.ne.b32 p, $2, 0; @p st.global.f32 [$0], $1;}"
+        emit(self.builder, ir.VoidType(), args, text, "l,f,r,~{memory}")
+
     def copy_row(self, memory, index, step, place, count, valid):
         """Start cp.async of elements (4, 8 or 16 bytes) along the last axis to ``index + step`` of shared memory; zeros, and no
         access, unless valid."""
@@ -340,6 +385,9 @@ class SimulatorOps:
     def fma(a, b, c):
         return a * b + c
 
+    integer = staticmethod(np.int32)
+    wide = staticmethod(np.int64)
+    minimum = staticmethod(np.fmin)
     maximum = staticmethod(np.fmax)
     exp2 = staticmethod(np.exp2)
     exp = staticmethod(np.exp)

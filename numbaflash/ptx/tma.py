@@ -8,19 +8,23 @@ from __future__ import annotations
 
 from llvmlite import ir
 
+from . import pipeline
 from .inline import I32, U32, U64, VOID, emit, instruction, llvm_i32, make_intrinsic
 
 
-def load_panels(rank, panels, panel_bytes):
-    """``load(shared, map, barrier, coordinates...)`` of a tile as panels of 64 columns, which lie ``panel_bytes`` apart.
+def load_panels(rank, panels, panel_bytes, rows=1):
+    """``load(stages, place, map, ring, row, coordinates...)`` of a tile into a stage of a ring, as panels of 64 columns.
 
-    The coordinates are those of the axes after the first. Arrives at the barrier and lets it wait for the bytes.
+    ``row`` counts tiles of so many ``rows``, along the axis that the first coordinate belongs to; the other coordinates are those of the axes
+    after it. Arrives at the barrier of the place in the ring and lets it wait for the bytes.
     """
     names = ", ".join(f"${3 + i}" for i in range(rank))
     text = f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1, {{{names}}}], [$2];"
 
     def generate(builder, args, _):
-        shared, tensor, barrier, *coordinates = args
+        stages, place, tensor, ring, row, *coordinates = args
+        barrier, shared = pipeline.barrier_at(builder, ring, place), pipeline.slot_at(builder, stages, place, panels * panel_bytes)
+        coordinates = [builder.mul(row, ir.Constant(llvm_i32, rows)), *coordinates]
         expected = ir.Constant(llvm_i32, panels * panel_bytes)
         emit(builder, ir.VoidType(), [barrier, expected], "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", "r,r,~{memory}")
         for panel in range(panels):
@@ -28,7 +32,7 @@ def load_panels(rank, panels, panel_bytes):
             values = [at, tensor, barrier, ir.Constant(llvm_i32, 64 * panel), *coordinates]
             emit(builder, ir.VoidType(), values, text, "r,l,r," + ",".join(["r"] * rank) + ",~{memory}")
 
-    return make_intrinsic(VOID, (U32, U64, U32, *(I32,) * (rank - 1)), generate)
+    return make_intrinsic(VOID, (U32, pipeline.PLACE, U64, U32, *(I32,) * (rank - 1)), generate)
 
 
 def store_panels(rank, first_panel, panels, panel_bytes):

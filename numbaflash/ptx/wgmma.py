@@ -15,6 +15,7 @@ from numba.cuda import types
 
 from .fragment import fragment, packed
 from .inline import U32, emit, llvm_f32, llvm_i32, make_intrinsic, pack, unpack
+from .pipeline import PLACE
 
 PANEL = 64
 """Columns of a panel."""
@@ -49,19 +50,22 @@ def mn_major_steps(rows):
     return [k * (16 * ROW_BYTES >> 4) for k in range(rows // 16)]
 
 
-def _of_stage(builder, low, stage, stage_bytes):
-    return builder.add(low, builder.mul(stage, ir.Constant(llvm_i32, stage_bytes >> 4)))
+def operand(stage_bytes=0, leading_bytes=16):
+    """``f(address, place) -> low``: the low word of the descriptor of a stage (of so many bytes) of a ring at an address."""
+
+    def generate(builder, args, _):
+        low = builder.or_(builder.lshr(args[0], ir.Constant(llvm_i32, 4)), ir.Constant(llvm_i32, descriptor_low(leading_bytes)))
+        return builder.add(low, builder.mul(builder.extract_value(args[1], 0), ir.Constant(llvm_i32, stage_bytes >> 4)))
+
+    return make_intrinsic(U32, (U32, PLACE), generate)
 
 
 def _registers(count, start=0):
     return "{" + ", ".join(f"${start + i}" for i in range(count)) + "}"
 
 
-def product_shared(n, k, dtype, a_steps, b_steps, b_stage_bytes, *, a_transposed=False, b_transposed=False):
-    """``f(a, b, stage) -> fragment``: A (64 x k) times B (k x n), both in shared memory, by the low words of their descriptors.
-
-    b is that of stage 0; the stages are ``b_stage_bytes`` apart.
-    """
+def product_shared(n, k, dtype, a_steps, b_steps, *, a_transposed=False, b_transposed=False):
+    """``f(a, b) -> fragment``: A (64 x k) times B (k x n), both in shared memory, by the low words of their descriptors."""
     count = n // 2
 
     def generate(builder, args, llvm_result):
@@ -75,15 +79,14 @@ def product_shared(n, k, dtype, a_steps, b_steps, b_stage_bytes, *, a_transposed
             ]
         lines += ["wgmma.commit_group.sync.aligned;", "}"]
         constraints = ",".join(["=f"] * count + ["r", "r", "~{memory}"])
-        operands = [args[0], _of_stage(builder, args[1], args[2], b_stage_bytes)]
-        values = emit(builder, ir.LiteralStructType([llvm_f32] * count), operands, "\n".join(lines), constraints)
+        values = emit(builder, ir.LiteralStructType([llvm_f32] * count), args, "\n".join(lines), constraints)
         return pack(builder, llvm_result, unpack(builder, values, count))
 
-    return make_intrinsic(fragment(n), (U32, U32, U32), generate)
+    return make_intrinsic(fragment(n), (U32, U32), generate)
 
 
-def product_registers(n, k, dtype, b_steps, b_stage_bytes):
-    """``f(accumulator, a, b, stage) -> fragment``: adds A (64 x k, packed registers) times B (k x n, n contiguous, by its descriptor's low word)."""
+def product_registers(n, k, dtype, b_steps):
+    """``f(accumulator, a, b) -> fragment``: adds A (64 x k, packed registers) times B (k x n, n contiguous, by its descriptor's low word)."""
     count, packed_count = n // 2, k // 4
 
     def generate(builder, args, llvm_result):
@@ -98,12 +101,11 @@ def product_registers(n, k, dtype, b_steps, b_stage_bytes):
             ]
         lines += ["wgmma.commit_group.sync.aligned;", "}"]
         constraints = ",".join(["=f"] * count + [str(i) for i in range(count)] + ["r"] * (packed_count + 1) + ["~{memory}"])
-        values = unpack(builder, args[0], count) + unpack(builder, args[1], packed_count)
-        values.append(_of_stage(builder, args[2], args[3], b_stage_bytes))
+        values = [*unpack(builder, args[0], count), *unpack(builder, args[1], packed_count), args[2]]
         result = emit(builder, ir.LiteralStructType([llvm_f32] * count), values, "\n".join(lines), constraints)
         return pack(builder, llvm_result, unpack(builder, result, count))
 
-    return make_intrinsic(fragment(n), (fragment(n), packed(k), U32, U32), generate)
+    return make_intrinsic(fragment(n), (fragment(n), packed(k), U32), generate)
 
 
 def wait(pending, *columns):

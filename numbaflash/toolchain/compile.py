@@ -7,12 +7,15 @@ each of which checks that the text is what it expects and raises `CompileError` 
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib
 import os
 import re
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,20 +205,54 @@ def _numba_ptx(source, arch) -> str:
 
     if numba_config.ENABLE_CUDASIM:
         raise CompileError("the CUDA simulator (NUMBA_ENABLE_CUDASIM=1) has no compiler; unset the variable to compile kernels")
+    _import_without_scipy()
     fastmath = set(source.fastmath) if isinstance(source.fastmath, (set, frozenset)) else source.fastmath
-    text, _ = cuda.compile(
-        source.function,
-        source.signature,
-        debug=False,
-        opt=True,
-        device=False,
-        abi="numba",
-        cc=tuple(arch),
-        output="ptx",
-        fastmath=fastmath,
-        launch_bounds=(source.threads, source.min_blocks),
-    )
+    with _collection_paused():
+        text, _ = cuda.compile(
+            source.function,
+            source.signature,
+            debug=False,
+            opt=True,
+            device=False,
+            abi="numba",
+            cc=tuple(arch),
+            output="ptx",
+            fastmath=fastmath,
+            launch_bounds=(source.threads, source.min_blocks),
+        )
     return text if isinstance(text, str) else text.decode()
+
+
+@contextmanager
+def _collection_paused():
+    """Numba makes hundreds of thousands of objects; with the heap of torch or JAX beside them, collections would take as long as compiling."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _import_without_scipy() -> None:
+    """Import Numba-CUDA's array functions, which would import SciPy (0.3 s) just to find out whether `numpy.convolve` has a BLAS."""
+    if "scipy.linalg" in sys.modules or "numba.cuda.np.arraymath" in sys.modules:
+        return
+    try:
+        from numba.cuda.np import linalg
+    except ImportError:  # not where numba-cuda 0.30 has it
+        return
+    ensure = getattr(linalg, "ensure_blas", None)
+
+    def refuse():
+        raise ImportError
+
+    linalg.ensure_blas = refuse
+    try:
+        importlib.import_module("numba.cuda.np.arraymath")
+    finally:
+        linalg.ensure_blas = ensure
 
 
 def finish(text: str, source: KernelSource, arch, entry: str) -> Ptx:

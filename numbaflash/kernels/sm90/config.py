@@ -92,7 +92,7 @@ class ForwardConfig:
 class SharedMemory:
     """Where things lie in a block's shared memory: offsets and sizes in bytes.
 
-    Q and the output lie by consumer warpgroup (64 rows each, ``q_stride`` and ``out_stride`` apart), K and V by stage;
+    Q and the output lie by consumer warpgroup (64 rows each, ``q_stride`` and ``out_stride`` apart), Q and K and V by stage;
     each of these is a row of panels of 64 columns.
     """
 
@@ -121,9 +121,9 @@ class SharedMemory:
         out_panels = -(-v_panels // config.out_parts)
         q_bytes, out_bytes = qk_panels * rows_panel, out_panels * rows_panel
         k_bytes, v_bytes = qk_panels * kv_panel, v_panels * kv_panel
-        q_stride = max(q_bytes, out_bytes) if config.out_in_q else q_bytes
+        q_stride = max(q_bytes, out_bytes) if config.out_in_q else config.q_stages * q_bytes
         out_stride = q_stride if config.out_in_q else out_bytes
-        k = config.q_stages * config.consumers * q_stride
+        k = config.consumers * q_stride
         v = k + config.stages * k_bytes
         after = v + config.stages * v_bytes
         out = 0 if config.out_in_q else after

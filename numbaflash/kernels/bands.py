@@ -1,0 +1,96 @@
+"""Which blocks of keys the queries of a tile see, and which of them only in part.
+
+``bounds`` is (seqlen_q, seqlen_k, offset, left, right) of a `Problem`. Rows are queries, or with packed heads the heads of
+a query one after the other: row r is query ``r // pack``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from numba.cuda.types import UniTuple, int32
+
+from ..ptx.straight import straight_line
+
+BOUNDS = UniTuple(int32, 5)
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """What is compiled in: tile sizes, heads that share a tile, and whether the band is bounded on a side."""
+
+    q_tile: int
+    kv_block: int
+    pack: int
+    left: bool
+    right: bool
+
+    def _blocks(self, ops, row, last_row, bounds):
+        """First block that the rows see, and one past the last."""
+        _, seqlen_k, offset, left, right = bounds
+        first, end = ops.integer(0), (seqlen_k + (self.kv_block - 1)) // self.kv_block
+        if self.right:
+            end = ops.maximum(ops.minimum(end, (last_row // self.pack + offset + right) // self.kv_block + 1), 0)
+        if self.left:
+            first = ops.maximum(ops.minimum((row // self.pack + offset - left) // self.kv_block, end), 0)
+        return [first, end]
+
+    def _last_row(self, ops, row, rows, bounds):
+        return ops.minimum(row + (rows - 1), bounds[0] * self.pack - 1)
+
+    def of_tile(self):
+        """``f(q_block, bounds) -> (first, end)``: the blocks that a tile steps through."""
+
+        def body(ops, q_block, bounds):
+            row = q_block * self.q_tile
+            return self._blocks(ops, row, self._last_row(ops, row, self.q_tile, bounds), bounds)
+
+        return straight_line(UniTuple(int32, 2), (int32, BOUNDS), body)
+
+    def of_warpgroup(self):
+        """``f(q_block, warpgroup, bounds) -> (first, end, my_first, my_end, left_border, right_border, query)`` of 64 rows of a tile.
+
+        The rows see blocks ``my_first`` to ``my_end``, those before ``left_border`` and from ``right_border`` on only in part. ``query`` is
+        their first.
+        """
+
+        def body(ops, q_block, warpgroup, bounds):
+            _, _, offset, left, right = bounds
+            tile_row = q_block * self.q_tile
+            first, end = self._blocks(ops, tile_row, self._last_row(ops, tile_row, self.q_tile, bounds), bounds)
+            row = tile_row + warpgroup * 64
+            last_row = self._last_row(ops, row, 64, bounds)
+            query, last_query = row // self.pack, last_row // self.pack
+            my_first, my_end = first, end
+            if self.right:
+                my_end = ops.maximum(ops.minimum(end, (last_query + offset + right) // self.kv_block + 1), first)
+            if self.left:
+                my_first = ops.maximum((query + offset - left) // self.kv_block, first)
+            nothing = (last_row < row) | (my_first >= my_end)
+            my_first, my_end = ops.select(nothing, first, my_first), ops.select(nothing, first, my_end)
+            left_border, right_border = my_first, my_end
+            if self.right:
+                right_border = ops.maximum((query + offset + right + 1) // self.kv_block, my_first)
+            if self.left:
+                left_border = ops.maximum((last_query + offset - left + (self.kv_block - 1)) // self.kv_block, my_first)
+            return [first, end, my_first, my_end, left_border, right_border, query]
+
+        return straight_line(UniTuple(int32, 7), (int32, int32, BOUNDS), body)
+
+    def limits(self):
+        """``f(row, column, bounds) -> (first0, first1, last0, last1)``: keys that rows ``row`` and ``row + 8`` see, counted from ``column``.
+
+        ``last`` heeds the number of keys too; ``first`` is 0 without a left bound.
+        """
+
+        def body(ops, row, column, bounds):
+            _, seqlen_k, offset, left, right = bounds
+            end = seqlen_k - 1 - column
+            firsts, lasts = [], []
+            for r in (row, row + 8):
+                key = r // self.pack + offset - column
+                firsts.append(key - left if self.left else ops.integer(0))
+                lasts.append(ops.minimum(key + right, end) if self.right else end)
+            return [*firsts, *lasts]
+
+        return straight_line(UniTuple(int32, 4), (int32, int32, BOUNDS), body)
