@@ -213,6 +213,10 @@ class GpuOps:
         """a or b (which may be a number)."""
         return Register(self.builder, self.builder.select(condition.value, a.value, a._like(b)))
 
+    def opaque(self, x):
+        """An int32 as if it were another one: what follows from it is computed where it stands, and not kept in registers from before."""
+        return Register(self.builder, emit(self.builder, llvm_i32, [x.value], "mov.b32 $0, $1;", "=r,r"))
+
     def truth(self, condition):
         """A comparison as an int32."""
         return Register(self.builder, self.builder.zext(condition.value, llvm_i32))
@@ -396,6 +400,10 @@ class SimulatorOps:
     @staticmethod
     def select(condition, a, b):
         return a if condition else a.dtype.type(b)
+
+    @staticmethod
+    def opaque(x):
+        return x
 
     @staticmethod
     def truth(condition):

@@ -77,6 +77,11 @@ class _Workspace:
         return toolchain.Array("workspace", dtype, shape, contiguous_strides(shape, itemsize), offset if wanted else 0)
 
 
+def request(plan: Plan) -> list[toolchain.KernelRequest]:
+    """The kernels that a plan needs."""
+    return [wanted for wanted, *_ in launches(plan)]
+
+
 def launches(plan: Plan) -> list[tuple[toolchain.KernelRequest, list, int, int]]:
     """Kernels of a plan in their order, each with its parameters, number of blocks and bytes of shared memory."""
     problem, config, layouts = plan.problem, plan.config, plan.layouts
@@ -88,7 +93,7 @@ def launches(plan: Plan) -> list[tuple[toolchain.KernelRequest, list, int, int]]
         rank, dtype = (3, config.compute) if name in ("lse", "dlse") else (4, bits)
         return toolchain.Array(name, dtype, (layout or _NOTHING[rank]).shape, (layout or _NOTHING[rank]).strides)
 
-    def request(build, config):
+    def kernel(build, config):
         return toolchain.KernelRequest(_BUILD + build, config, plan.device.capability)
 
     def real(value):
@@ -101,7 +106,7 @@ def launches(plan: Plan) -> list[tuple[toolchain.KernelRequest, list, int, int]]
     kernels = []
     if config.with_ds:
         parameters = [*map(array, ("dout", "out", "lse", "dlse")), workspace.delta, workspace.sums, workspace.turns, int32(workspace.q_tiles)]
-        kernels.append((request("rows:build_delta", config.of_rows), parameters, workspace.tiles, 0))
+        kernels.append((kernel("rows:build_delta", config.of_rows), parameters, workspace.tiles, 0))
     if plan.grid[0]:
         columns = problem.batch * problem.kv_heads
         parameters = [
@@ -119,10 +124,10 @@ def launches(plan: Plan) -> list[tuple[toolchain.KernelRequest, list, int, int]]
             int32(problem.group),
             int32(_section(problem, config)),
         ]
-        kernels.append((request("gradients:build", config), parameters, plan.grid[0], plan.shared_bytes))
+        kernels.append((kernel("gradients:build", config), parameters, plan.grid[0], plan.shared_bytes))
     if config.with_dq:
         parameters = [array("dq"), workspace.sums, real(unit), int32(workspace.q_tiles)]
-        kernels.append((request("rows:build_dq", config.of_rows), parameters, workspace.tiles, 0))
+        kernels.append((kernel("rows:build_dq", config.of_rows), parameters, workspace.tiles, 0))
     return kernels
 
 
@@ -156,10 +161,8 @@ def prepare(plan: Plan) -> BackwardLaunch:
     """Build (or fetch) and load the kernels of a plan."""
     make = simulator.prepare if plan.device.kind == "cpu" else toolchain.prepare
     return _Launches(
-        make(
-            request, parameters, grid=(blocks,), threads=plan.threads, shared_bytes=shared_bytes, device=plan.device, operands=BACKWARD_OPERANDS
-        )
-        for request, parameters, blocks, shared_bytes in launches(plan)
+        make(wanted, parameters, grid=(blocks,), threads=plan.threads, shared_bytes=shared_bytes, device=plan.device, operands=BACKWARD_OPERANDS)
+        for wanted, parameters, blocks, shared_bytes in launches(plan)
     )
 
 
@@ -169,8 +172,8 @@ def resources(plan: Plan) -> dict[str, Any]:
     if plan.device.kind == "cpu":
         return {"simulator": "no machine code"}
     reports = {}
-    for request, *_ in launches(plan):
-        reports[request.build] = toolchain.ptxas_report(toolchain.compile_ptx(request), request.arch)
+    for wanted in request(plan):
+        reports[wanted.build] = toolchain.ptxas_report(toolchain.compile_ptx(wanted), wanted.arch)
     main = reports.get(_BUILD + "gradients:build") or next(iter(reports.values()), None)
     if main is None:
         return {}

@@ -42,7 +42,7 @@ def choose_share(warps: int, lanes_m: int, lanes_n: int, m: int, n: int, unit: i
             if m % (warps_m * lanes_m) == 0 and n % (warps_n * lanes_n * unit) == 0:
                 shares.append(Share(warps_m, warps_n, lanes_m, lanes_n, m // (warps_m * lanes_m), n // (warps_n * lanes_n)))
         if shares:
-            return min(shares, key=lambda share: share.rows + share.columns)
+            return min(shares, key=lambda share: (share.rows + share.columns, share.rows))  # fewer rows take fewer registers
         warps //= 2
     raise ValueError(f"{m} x {n} results are no multiple of {lanes_m} x {lanes_n} lanes of {unit} columns")
 
@@ -152,7 +152,7 @@ class Config(Elements):
     def of_rows(self) -> Config:
         """What the kernels before and after the products depend on."""
         plain = dict.fromkeys(("vectors", "asynchronous", "bounded_left", "bounded_right", "with_dk", "with_dv"), False)
-        return replace(self, depth=0, depth_v=0, kv_tile=0, min_blocks=1, **plain)
+        return replace(self, depth=0, depth_v=0, min_blocks=1, **plain)
 
 
 def _shared_elements(tile, dim, dim_v):
@@ -170,7 +170,8 @@ _FLOAT32_TILES = (
     (256, Tile(warps=8, q_tile=32, kv_tile=64)),  # 128 accumulators; 208 KiB at D = 256
     (64, Tile(warps=4, q_tile=64, kv_tile=32, min_blocks=2)),  # 64 KiB
     (64, Tile(warps=4, q_tile=32, kv_tile=32, min_blocks=2)),  # 40 KiB
-    (256, Tile(warps=4, q_tile=32, kv_tile=32)),  # 136 KiB at D = 256, 72 KiB at D = 128
+    (128, Tile(warps=4, q_tile=32, kv_tile=32)),  # 72 KiB at D = 128
+    (256, Tile(warps=8, q_tile=32, kv_tile=32)),  # 136 KiB at D = 256
     (128, Tile(warps=4, q_tile=16, kv_tile=32)),  # 52 KiB at D = 128
     (256, Tile(warps=4, q_tile=16, kv_tile=16)),  # 66 KiB at D = 256
     (256, Tile(warps=4, q_tile=8, kv_tile=16)),  # 49 KiB at D = 256
@@ -178,7 +179,7 @@ _FLOAT32_TILES = (
 _FLOAT64_TILES = (
     (64, Tile(warps=4, q_tile=32, kv_tile=32, min_blocks=2)),  # 32 accumulators; 80 KiB at D = 64
     (128, Tile(warps=4, q_tile=16, kv_tile=32)),  # 64 accumulators; 104 KiB at D = 128
-    (256, Tile(warps=4, q_tile=16, kv_tile=16)),  # 64 accumulators; 132 KiB at D = 256
+    (256, Tile(warps=8, q_tile=16, kv_tile=16)),  # 32 accumulators; 132 KiB at D = 256
     (64, Tile(warps=4, q_tile=32, kv_tile=16)),  # 56 KiB at D = 64
     (256, Tile(warps=4, q_tile=8, kv_tile=16)),  # 98 KiB at D = 256
     (256, Tile(warps=4, q_tile=4, kv_tile=8)),  # 48.5 KiB at D = 256

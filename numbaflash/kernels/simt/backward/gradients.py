@@ -49,15 +49,16 @@ def build(config: Config) -> KernelSource:
     add_dk, add_dk_seen = (tiles.add_transposed(config, config.dk, config.dim, banded) for banded in (False, True))
     add_dq, add_dq_seen = (tiles.add_dq(config, banded) for banded in (False, True))
     add_sums = tiles.add_sums(config)
-    dk_chunk, dv_chunk = tiles.chunk(config, config.dk), tiles.chunk(config, config.dv)
-    store_dk, store_dv = tiles.store_rows(config, config.dk, dk_chunk), tiles.store_rows(config, config.dv, dv_chunk)
+    store_dk, store_dv = (tiles.store_rows(config, share, tiles.chunk(config, share)) for share in (config.dk, config.dv))
+    place_scores, place_dq = tiles.place(config, config.scores), tiles.place(config, config.dq, 1, config.vector)
+    place_dk, place_dv = (tiles.place(config, share, tiles.chunk(config, share), config.vector) for share in (config.dk, config.dv))
+    afresh = tiles.afresh
     commit, wait = cp_async.commit, cp_async.wait
 
     real, vector, step = t.real, config.vector, config.step
     depth, depth_v, dim, dim_v = config.depth, config.depth_v, config.dim, config.dim_v
-    threads, warp_size, lanes_m, lanes_n = config.threads, config.warp_size, config.lanes_m, config.lanes_n
-    lane_bits = lanes_n.bit_length()
-    q_tile, kv_tile, q_mask, k_mask = config.q_tile, config.kv_tile, config.q_mask, config.k_mask
+    threads, lanes_m, k_mask = config.threads, config.lanes_m, config.k_mask
+    q_tile, kv_tile = config.q_tile, config.kv_tile
     v_base = kv_tile * dim
     q_base = v_base + kv_tile * dim_v
     dout_base = q_base + q_tile * dim
@@ -72,10 +73,6 @@ def build(config: Config) -> KernelSource:
     with_dq, with_dk, with_dv, with_ds = config.with_dq, config.with_dk, config.with_dv, config.with_ds
     bounded_left, bounded_right = config.bounded_left, config.bounded_right
     bounded = bounded_left or bounded_right
-    s_warps_m, s_warps_n, s_rows, s_columns = _numbers(config.scores)
-    dq_warps_m, dq_warps_n, dq_rows, dq_columns = _numbers(config.dq)
-    dk_warps_m, dk_warps_n, dk_rows, dk_columns = _numbers(config.dk)
-    dv_warps_m, dv_warps_n, dv_rows, dv_columns = _numbers(config.dv)
 
     def gradients(
         dout,
@@ -114,22 +111,8 @@ def build(config: Config) -> KernelSource:
         batch, kv_head = batch_kv_head // kv_heads, batch_kv_head % kv_heads
         seqlen_q, seqlen_k = int32(q.shape[1]), int32(k.shape[1])
 
-        warp, lane = thread // warp_size, thread % warp_size
-        lane_m = (lane & 1) | (lane >> lane_bits) << 1
-        lane_n = (lane >> 1) & (lanes_n - 1)
         first_k = int32(kv_block * kv_tile)
         last_k = int32(min(first_k + kv_tile, seqlen_k) - 1)
-
-        # The thread's first query and key of the scores, query and column of dq, key and column of dk and dv, in their tiles.
-        s_query = int32(warp % s_warps_m * (lanes_m * s_rows) + lane_m)
-        s_key = int32(warp // s_warps_m % s_warps_n * (lanes_n * s_columns) + lane_n)
-        dq_query = int32(warp % dq_warps_m * (lanes_m * dq_rows) + lane_m)
-        dq_column = int32(warp // dq_warps_m % dq_warps_n * (lanes_n * dq_columns) + lane_n * vector)
-        dk_key = int32(warp % dk_warps_m * (lanes_m * dk_rows) + lane_m * dk_chunk)
-        dk_column = int32(warp // dk_warps_m % dk_warps_n * (lanes_n * dk_columns) + lane_n * vector)
-        dv_key = int32(warp % dv_warps_m * (lanes_m * dv_rows) + lane_m * dv_chunk)
-        dv_column = int32(warp // dv_warps_m % dv_warps_n * (lanes_n * dv_columns) + lane_n * vector)
-        q_key, k_key = (lane_m & q_mask) * vector, (lane_n & k_mask) * vector
 
         # Queries that see some key of the tile.
         begin, end = int32(0), seqlen_q
@@ -137,14 +120,14 @@ def build(config: Config) -> KernelSource:
             begin = int32(max(first_k - band_last, 0))
         if bounded_left:
             end = int32(min(last_k - band_first + 1, seqlen_q))
-        first_block = int32(begin // q_tile)
-        blocks = int32(max((end + q_tile - 1) // q_tile - first_block, 0)) if begin < end else int32(0)
-        turn_count = int32(blocks * group)
+        first_block, stop_block = int32(begin // q_tile), int32((end + q_tile - 1) // q_tile)
+        head, q_block = int32(kv_head * group), first_block
+        stop_head = int32(head + group if begin < end else head)
 
         dk, dv = zero_dk(), zero_dv()
         plain_k = int32(1)
-        if turn_count > 0:
-            head, first_q = int32(kv_head * group), int32(first_block * q_tile)
+        if head < stop_head:
+            first_q = int32(first_block * q_tile)
             copy_q(memory, q_base, q, batch, first_q, head, thread // q_width, thread % q_width)
             copy_dout(memory, dout_base, dout, batch, first_q, head, thread // q_width, thread % q_width)
             if with_ds:
@@ -154,29 +137,31 @@ def build(config: Config) -> KernelSource:
             copy_k(memory, 0, k, batch, first_k, kv_head, factor, thread // k_width, thread % k_width)
             if bounded and with_dq:
                 cuda.syncthreads()
-                for unit in range(thread, kv_tile * dim // vector, threads):
-                    plain_k &= is_finite(memory, unit * vector)
-                plain_k = cuda.syncthreads_and(plain_k)
+                c = int32(thread * vector)
+                while c < kv_tile * dim:
+                    plain_k &= is_finite(memory, c)
+                    c = int32(c + threads * vector)
+                plain_k = int32(cuda.syncthreads_and(plain_k))
 
-        for turn in range(turn_count):
-            head = int32(kv_head * group + turn // blocks)
-            q_block = int32(first_block + turn % blocks)
+        last_number = int32(-1)
+        while head < stop_head:
+            thread = afresh(thread)
+            s_query, s_key, q_swizzle, k_swizzle = place_scores(thread)
             first_q = int32(q_block * q_tile)
             batch_head = int32(batch * heads + head)
             q_number = int32(batch_head * q_tiles + q_block)
             if asynchronous:
                 wait()
             cuda.syncthreads()  # q and dout are here; nobody reads p and ds any more, everyone has added to dq
-            if ordered and turn > 0 and thread == 0:
-                last_number = int32(q_number - 1)
-                if turn % blocks == 0:
-                    last_number = int32((batch_head - 1) * q_tiles + first_block + blocks - 1)
-                cuda.atomic.add(turns, 1 + last_number, 1)
+            if ordered:
+                if thread == 0 and last_number >= 0:
+                    cuda.atomic.add(turns, 1 + last_number, 1)
+                last_number = q_number
 
             p = zero_scores()
             c = int32(0)
             while c < depth:
-                p = add_qk(p, memory, q_base + s_query * dim, s_key * dim, c ^ q_key, c ^ k_key)
+                p = add_qk(p, memory, q_base + s_query * dim, s_key * dim, c ^ q_swizzle, c ^ k_swizzle)
                 c = int32(c + step)
             p = softmax(p, load_lse(lse, batch, head, first_q + s_query))
 
@@ -189,26 +174,30 @@ def build(config: Config) -> KernelSource:
             if border:
                 p = hide(p, first + s_query - s_key, last + s_query - s_key, seqlen_k - first_k - s_key)
             if with_dv:
-                store_scores(memory, p_base + s_query * kv_tile, s_key, q_key, p)
+                store_scores(memory, p_base + s_query * kv_tile, s_key, q_swizzle, p)
             if with_ds:
                 ds = zero_scores()
                 c = int32(0)
                 while c < depth_v:
-                    ds = add_dout_v(ds, memory, dout_base + s_query * dim_v, v_base + s_key * dim_v, c ^ q_key, c ^ k_key)
+                    ds = add_dout_v(ds, memory, dout_base + s_query * dim_v, v_base + s_key * dim_v, c ^ q_swizzle, c ^ k_swizzle)
                     c = int32(c + step)
                 ds = softmax_gradient(p, ds, load_delta(delta, batch_head, first_q + s_query))
                 if border:
                     ds = hide(ds, first + s_query - s_key, last + s_query - s_key, seqlen_k - first_k - s_key)
-                store_scores(memory, ds_base + s_query * kv_tile, s_key, q_key, ds)
+                store_scores(memory, ds_base + s_query * kv_tile, s_key, q_swizzle, ds)
 
+            thread = afresh(thread)
             plain = int32(1)
             if bounded and border:
-                for unit in range(thread, q_tile * (dim + dim_v) // vector, threads):
-                    plain &= is_finite(memory, q_base + unit * vector)
-                plain = cuda.syncthreads_and(plain)  # p and ds are here
+                c = int32(thread * vector)
+                while c < q_tile * (dim + dim_v):
+                    plain &= is_finite(memory, q_base + c)
+                    c = int32(c + threads * vector)
+                plain = int32(cuda.syncthreads_and(plain))  # p and ds are here
             else:
                 cuda.syncthreads()  # p and ds are here
             if with_dv:
+                dv_key, dv_column, _, _ = place_dv(thread)
                 c = int32(0)
                 if plain:
                     while c < q_tile:
@@ -221,6 +210,7 @@ def build(config: Config) -> KernelSource:
                         )
                         c = int32(c + lanes_m)
             if with_dk:
+                dk_key, dk_column, _, _ = place_dk(thread)
                 c = int32(0)
                 if plain:
                     while c < q_tile:
@@ -241,20 +231,23 @@ def build(config: Config) -> KernelSource:
                     continue
                 cuda.threadfence()
             cuda.syncthreads()  # nobody reads q and dout any more
-            if turn + 1 < turn_count:
-                next_head = int32(kv_head * group + (turn + 1) // blocks)
-                next_q = int32((first_block + (turn + 1) % blocks) * q_tile)
-                copy_q(memory, q_base, q, batch, next_q, next_head, thread // q_width, thread % q_width)
-                copy_dout(memory, dout_base, dout, batch, next_q, next_head, thread // q_width, thread % q_width)
+            thread = afresh(thread)
+            q_block = int32(q_block + 1)
+            if q_block == stop_block:
+                head, q_block = int32(head + 1), first_block
+            if head < stop_head:
+                copy_q(memory, q_base, q, batch, q_block * q_tile, head, thread // q_width, thread % q_width)
+                copy_dout(memory, dout_base, dout, batch, q_block * q_tile, head, thread // q_width, thread % q_width)
                 if asynchronous:
                     commit()
             if with_dq:
+                dq_query, dq_column, q_swizzle, _ = place_dq(thread)
                 dq = zero_dq()
                 c = int32(0)
                 ds_row = ds_base + dq_query * kv_tile
                 if plain_k or not border:
                     while c < kv_tile:
-                        dq = add_dq(dq, memory, ds_row, c * dim, dq_column ^ (c & k_mask) * vector, c ^ q_key)
+                        dq = add_dq(dq, memory, ds_row, c * dim, dq_column ^ (c & k_mask) * vector, c ^ q_swizzle)
                         c = int32(c + step)
                 else:
                     while c < kv_tile:
@@ -264,7 +257,7 @@ def build(config: Config) -> KernelSource:
                             ds_row,
                             c * dim,
                             dq_column ^ (c & k_mask) * vector,
-                            c ^ q_key,
+                            c ^ q_swizzle,
                             first + dq_query - c,
                             last + dq_query - c,
                         )
@@ -273,20 +266,18 @@ def build(config: Config) -> KernelSource:
                 if ordered:
                     cuda.threadfence()
 
-        if ordered and turn_count > 0:
+        if ordered:
             cuda.syncthreads()
-            if thread == 0:
-                last_head = int32(batch * heads + kv_head * group + group - 1)
-                cuda.atomic.add(turns, 1 + last_head * q_tiles + first_block + blocks - 1, 1)
+            if thread == 0 and last_number >= 0:
+                cuda.atomic.add(turns, 1 + last_number, 1)
+        thread = afresh(thread)
         if with_dk:
+            dk_key, dk_column, _, _ = place_dk(thread)
             store_dk(dk_out, batch, first_k + dk_key, kv_head, dk_column, dk, scale)
         if with_dv:
+            dv_key, dv_column, _, _ = place_dv(thread)
             store_dv(dv_out, batch, first_k + dv_key, kv_head, dv_column, dv, real(1.0))
 
     arrays = (t.operand,) * 4 + (t.lse,) + (t.operand,) * 2 + (t.delta, t.sums, t.turns)
     signature = numba.types.void(*arrays, t.real, t.real, *(numba.types.int32,) * 7)
     return KernelSource(gradients, signature, threads=threads, min_blocks=config.min_blocks)
-
-
-def _numbers(share):
-    return share.warps_m, share.warps_n, share.rows, share.columns

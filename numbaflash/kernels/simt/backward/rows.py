@@ -63,11 +63,9 @@ def build_dq(config: Config) -> KernelSource:
 
     The parameters: dq, sums, the factor of the sums, q tiles of a head.
     """
-    t, share = tiles.Types.of(config), config.dq
-    load_sums, store_rows = tiles.load_sums(config), tiles.store_rows(config, share, 1)
-    warp_size, lanes_m, lanes_n = config.warp_size, config.lanes_m, config.lanes_n
-    lane_bits, q_tile, vector = lanes_n.bit_length(), config.q_tile, config.vector
-    warps_m, warps_n, rows, columns = share.warps_m, share.warps_n, share.rows, share.columns
+    t = tiles.Types.of(config)
+    load_sums, store_rows = tiles.load_sums(config), tiles.store_rows(config, config.dq, 1)
+    place, q_tile = tiles.place(config, config.dq, 1, config.vector), config.q_tile
 
     def write_dq(dq, sums, factor, q_tiles):
         tile = int32(cuda.blockIdx.x)
@@ -75,12 +73,8 @@ def build_dq(config: Config) -> KernelSource:
         heads = int32(dq.shape[2])
         batch, head = batch_head // heads, batch_head % heads
         thread = int32(cuda.threadIdx.x)
-        warp, lane = thread // warp_size, thread % warp_size
-        lane_m = (lane & 1) | (lane >> lane_bits) << 1
-        lane_n = (lane >> 1) & (lanes_n - 1)
-        row = q_block * q_tile + warp % warps_m * (lanes_m * rows) + lane_m
-        column = warp // warps_m % warps_n * (lanes_n * columns) + lane_n * vector
-        store_rows(dq, batch, row, head, column, load_sums(sums, tile, thread), factor)
+        query, column, _, _ = place(thread)
+        store_rows(dq, batch, q_block * q_tile + query, head, column, load_sums(sums, tile, thread), factor)
 
     signature = numba.types.void(t.operand, t.sums, t.real, numba.types.int32)
     return KernelSource(write_dq, signature, threads=config.threads)

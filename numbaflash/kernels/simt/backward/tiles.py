@@ -59,6 +59,31 @@ def chunk(config: Config, share: Share) -> int:
     return math.gcd(share.rows, config.vector)
 
 
+def place(config: Config, share: Share, near: int = 1, unit: int = 1):
+    """``f(thread) -> (row, column, q_swizzle, k_swizzle)``: the thread's first row and column of a product, of ``near`` rows and
+    ``unit`` columns side by side; and the swizzle of its rows, and its columns, where they are rows of q and k."""
+
+    def body(ops, thread):
+        warp, lane = thread // config.warp_size, thread % config.warp_size
+        lane_m, lane_n = lane_place(config, lane)
+        row = warp % share.warps_m * (share.lanes_m * share.rows) + lane_m * near
+        column = warp // share.warps_m % share.warps_n * (share.lanes_n * share.columns) + lane_n * unit
+        return [row, column, (lane_m & config.q_mask) * config.vector, (lane_n & config.k_mask) * config.vector]
+
+    return straight_line(types.UniTuple(I32, 4), (I32,), body)
+
+
+afresh = straight_line(I32, (I32,), lambda ops, thread: ops.opaque(thread))
+"""``f(thread) -> thread``, after which places are computed anew: some instructions, where registers would be kept through the
+products."""
+
+
+def lane_place(config: Config, lane):
+    """Row and column of a lane in the grid of its warp: bit 0 counts rows, as in the forward."""
+    lanes_n = config.lanes_n
+    return lane & 1 | lane // (2 * lanes_n) * 2, lane // 2 % lanes_n
+
+
 # ---- softmax, and its gradient
 
 
@@ -231,7 +256,7 @@ def store_rows(config: Config, share: Share, near: int):
 
 def dot_rows(config: Config):
     """``f(a, b, batch, row, head, lane_n) -> real``: the sum of the products of two rows, over the lanes that share the row."""
-    t, step = Types.of(config), config.lanes_n
+    t, step = ArrayTypes.of(config), config.lanes_n
 
     def body(ops, a, b, batch, row, head, lane_n):
         _, length, _, columns = a.shape
