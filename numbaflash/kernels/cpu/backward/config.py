@@ -46,20 +46,21 @@ class BackwardConfig:
 
 def choose(problem: Problem, threads: int) -> BackwardConfig:
     """Kernel and tiles for a problem when ``threads`` threads may be used."""
-    kernel = choose_kernel(problem)
-    q_tile = min(Q_TILE // kernel.panel * kernel.panel, round_up(problem.seqlen_q * problem.group, kernel.panel))
+    rows = problem.seqlen_q * problem.group
+    kernel = choose_kernel(problem.dtype, rows)
+    q_tile = min(Q_TILE // kernel.panel * kernel.panel, round_up(rows, kernel.panel))
     threads = useful_threads(problem, threads)
     heads = problem.batch * problem.kv_heads
     kv_tile = choose_kv_tile(problem, heads, threads)
     return BackwardConfig(kernel, q_tile, KV_BLOCK, kv_tile, max(1, min(threads, heads * -(-problem.seqlen_k // kv_tile))))
 
 
-def choose_kernel(problem: Problem) -> Kernel:
-    """Two vectors of queries, or one where all of them fit into it."""
-    lanes = vector_bytes() * 8 // COMPUTE[problem.dtype].bitwidth
-    if problem.seqlen_q * problem.group <= lanes:
-        return Kernel("panels", problem.dtype, lanes, 1, 8)
-    return Kernel("panels", problem.dtype, lanes, *REGISTER_TILE[vector_registers(), vector_bytes()])
+def choose_kernel(dtype: str, rows: int) -> Kernel:
+    """The forward's register tile, or a panel of one vector where it holds all rows of a key/value head."""
+    lanes = vector_bytes() * 8 // COMPUTE[dtype].bitwidth
+    if rows <= lanes:
+        return Kernel("panels", dtype, lanes, 1, 8)
+    return Kernel("panels", dtype, lanes, *REGISTER_TILE[vector_registers(), vector_bytes()])
 
 
 def choose_kv_tile(problem: Problem, heads: int, threads: int) -> int:

@@ -270,9 +270,7 @@ def build(kernel: Kernel):
         """dQ^T += K^T dS for one panel."""
         for d in range(0, args.key_columns, rows):
             target = dq_sum + d * panel_bytes
-            accumulate(
-                keys + d * itemsize, itemsize, args.key_stride, dscores, args.score_stride, target, panel_bytes, n_keys, work + args.at_ones
-            )
+            accumulate(keys + d * itemsize, itemsize, args.key_stride, dscores, args.score_stride, target, panel_bytes, n_keys, work + args.at_ones)
 
     @jit
     def add_seen_query_gradients(args, keys, dscores, dq_sum, block, n_keys, first, last):
