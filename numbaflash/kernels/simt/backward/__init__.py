@@ -39,7 +39,11 @@ def supports(problem: Problem, device: Device) -> tuple[str, ...]:
 
 def plan(problem: Problem, layouts: BackwardLayouts, device: Device, deterministic: bool) -> Plan:
     """Choose tiles and grid; the grid is that of the products."""
-    config = choose_config(problem, layouts, device, deterministic)
+    return plan_of_config(problem, layouts, device, choose_config(problem, layouts, device, deterministic), deterministic)
+
+
+def plan_of_config(problem: Problem, layouts: BackwardLayouts, device: Device, config: Config, deterministic: bool = False) -> Plan:
+    """The plan of a given config."""
     blocks = -(-problem.seqlen_k // config.kv_tile) * problem.batch * problem.kv_heads
     return Plan(
         "simt",

@@ -227,9 +227,7 @@ def choose_config(problem: Problem, layouts: BackwardLayouts, device: Device, de
     return config_of_tile(choose_tile(problem, device), problem, layouts, device, deterministic)
 
 
-def config_of_tile(
-    tile: Tile, problem: Problem, layouts: BackwardLayouts, device: Device, deterministic: bool, warp_size: int = 32
-) -> Config:
+def config_of_tile(tile: Tile, problem: Problem, layouts: BackwardLayouts, device: Device, deterministic: bool, warp_size: int = 32) -> Config:
     """The kernels of a problem with a given tile; warps of less than 32 are the simulator's."""
     compute = "float64" if problem.dtype == "float64" else "float32"
     dim, dim_v = padded_dims(tile, compute, problem.head_dim, problem.head_dim_v, warp_size)

@@ -115,9 +115,7 @@ def load_delta(config: Config):
     def body(ops, delta, batch_head, row):
         _, length = delta.shape
         place = ops.place(delta, (batch_head, row), contiguous=True)
-        return [
-            ops.load_row(ops.moved(place, 1, i * config.lanes_m), 1, row < length - i * config.lanes_m)[0] for i in range(config.scores.rows)
-        ]
+        return [ops.load_row(ops.moved(place, 1, i * config.lanes_m), 1, row < length - i * config.lanes_m)[0] for i in range(config.scores.rows)]
 
     return straight_line(t.row, (t.delta, I32, I32), body)
 
