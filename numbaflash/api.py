@@ -344,8 +344,9 @@ def backward(
         arrays = _present(dout=dout, q=q, k=k, v=v, out=out, lse=lse, dlse=dlse, dq=dq, dk=dk, dv=dv)
         if call.launch is None:
             call.check_addresses(dict(zip(BACKWARD_OPERANDS, addresses, strict=True)))
-            for x in filter(None.__ne__, (dq, dk, dv)):
-                library.clear(x, place)
+            for x in (dq, dk, dv):
+                if x is not None:
+                    library.clear(x, place)
         elif (dq_key is None and dq_at & 15) or (dk_key is None and dk_at & 15) or (dv_key is None and dv_at & 15):
             more = {"dlse": dlse, "deterministic": deterministic, "needs": needs, "stream": stream}  # another kind, as in `forward`
             return backward(dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, **options, **more)
