@@ -106,8 +106,8 @@ class Problem:
 
     @property
     def sees_nothing(self) -> bool:
-        """No query sees a key: every gradient is 0 or has no element."""
-        return self.is_empty or not trim_keys(self)[0].seqlen_k
+        """There is no pair of a query and a key (where there are both, some query sees some key): every gradient is 0 or has no element."""
+        return self.is_empty or not self.seqlen_k
 
     @property
     def visible_pairs(self) -> int:
