@@ -84,7 +84,8 @@ def _binary(integer, floating=None, swapped=False):
 
 def _relation(symbol):
     def compare(self, other):
-        compare = self.builder.icmp_signed if self.is_integer else self.builder.fcmp_ordered
+        floating = self.builder.fcmp_unordered if symbol == "!=" else self.builder.fcmp_ordered
+        compare = self.builder.icmp_signed if self.is_integer else floating
         return Register(self.builder, compare(symbol, self.value, self._like(other)))
 
     return compare
@@ -93,7 +94,7 @@ def _relation(symbol):
 class Register:
     """An LLVM value with Python's operators; the other operand is one of the same type, or a number.
 
-    Integers are signed and keep their width, comparisons with NaN are false. ``//`` and ``%`` by a positive number round down, as in
+    Integers are signed and keep their width, comparisons with NaN are false but for ``!=``. ``//`` and ``%`` by a positive number round down, as in
     Python; by a register, neither may be negative.
     """
 
@@ -135,7 +136,7 @@ class Register:
         return self & (divisor - 1) if divisor & (divisor - 1) == 0 else self - self // divisor * divisor
 
     __lt__, __le__, __gt__, __ge__ = (_relation(symbol) for symbol in ("<", "<=", ">", ">="))
-    __eq__ = _relation("==")
+    __eq__, __ne__ = _relation("=="), _relation("!=")
     __hash__ = None
 
     def __bool__(self):
@@ -346,6 +347,12 @@ class GpuOps:
         args = [address.value, value.value, self.builder.zext(valid.value, llvm_i32)]
         text = "{.reg .pred p; setp.ne.b32 p, $2, 0; @p st.global.f32 [$0], $1;}"
         emit(self.builder, ir.VoidType(), args, text, "l,f,r,~{memory}")
+
+    def load_at(self, address, valid):
+        """The float32 at an address (int64) of global memory; 0, and no access, unless valid."""
+        text = "{.reg .pred p; setp.ne.b32 p, $2, 0; mov.f32 $0, 0f00000000; @p ld.global.f32 $0, [$1];}"
+        args = [address.value, self.builder.zext(valid.value, llvm_i32)]
+        return Register(self.builder, emit(self.builder, llvm_f32, args, text, "=&f,l,r,~{memory}"))
 
     def copy_row(self, memory, index, step, place, count, valid):
         """Start cp.async of elements (4, 8 or 16 bytes) along the last axis to ``index + step`` of shared memory; zeros, and no
