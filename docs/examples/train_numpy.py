@@ -30,7 +30,7 @@ class Size:
     heads: int = 4
     head_dim: int = 32
     length: int = 128
-    batch: int = 16
+    batch: int = 8
 
     @property
     def width(self) -> int:
@@ -51,7 +51,7 @@ def make_parameters(size: Size, rng, xp, dtype="float32") -> dict:
         return xp.asarray(rng.standard_normal(shape) * scale, dtype=dtype)
 
     width = size.width
-    parameters = {"embedding": normal(size.vocabulary, width, scale=0.1), "position": normal(size.length, width, scale=0.1)}
+    parameters = {"embedding": normal(size.vocabulary, width, scale=0.02), "position": normal(size.length, width, scale=0.02)}
     for layer in range(size.layers):
         parameters[f"{layer}.qkv"] = normal(width, 3 * width, scale=width**-0.5)
         parameters[f"{layer}.out"] = normal(width, width, scale=(2 * size.layers * width) ** -0.5)
@@ -60,9 +60,18 @@ def make_parameters(size: Size, rng, xp, dtype="float32") -> dict:
     return parameters
 
 
+def rows(x):
+    """As a matrix: one large product is faster than one for each batch entry."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def matmul(x, w):
+    return (rows(x) @ w).reshape(*x.shape[:-1], -1)
+
+
 def matmul_backward(dy, x, w):
-    """Gradients of x and w, where y = x @ w."""
-    return dy @ w.T, x.reshape(-1, x.shape[-1]).T @ dy.reshape(-1, dy.shape[-1])
+    """Gradients of x and w, where y = matmul(x, w)."""
+    return matmul(dy, w.T), rows(x).T @ rows(dy)
 
 
 def normalize(x):
@@ -78,10 +87,10 @@ def normalize_backward(dy, y, factor):
 def attend(x, w_qkv, w_out, heads):
     batch, length, width = x.shape
     h, factor = normalize(x)
-    qkv = (h @ w_qkv).reshape(batch, length, 3, heads, width // heads)
+    qkv = matmul(h, w_qkv).reshape(batch, length, 3, heads, width // heads)
     q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]  # views: any strides do
     out, lse = nf.forward(q, k, v, causal=True, return_lse=True)
-    return x + out.reshape(x.shape) @ w_out, (h, factor, qkv, out, lse)
+    return x + matmul(out.reshape(x.shape), w_out), (h, factor, qkv, out, lse)
 
 
 def attend_backward(dy, saved, w_qkv, w_out, xp):
@@ -97,8 +106,8 @@ def attend_backward(dy, saved, w_qkv, w_out, xp):
 
 def think(x, w_up, w_down):
     h, factor = normalize(x)
-    active = (h @ w_up).clip(0)
-    return x + active @ w_down, (h, factor, active)
+    active = matmul(h, w_up).clip(0)
+    return x + matmul(active, w_down), (h, factor, active)
 
 
 def think_backward(dy, saved, w_up, w_down):
@@ -117,7 +126,7 @@ def predict(parameters, tokens, size: Size):
         x, of_thought = think(x, parameters[f"{layer}.up"], parameters[f"{layer}.down"])
         saved.append((of_attention, of_thought))
     y, factor = normalize(x)
-    return y @ parameters["embedding"].T, (saved, y, factor)
+    return matmul(y, parameters["embedding"].T), (saved, y, factor)
 
 
 def loss_and_gradients(parameters, tokens, targets, size: Size, xp):
@@ -140,26 +149,27 @@ def loss_and_gradients(parameters, tokens, targets, size: Size, xp):
         dx, gradients[f"{layer}.qkv"], gradients[f"{layer}.out"] = attend_backward(dx, of_attention, qkv, out, xp)
     gradients["position"] = dx.sum(axis=0)
     one_hot = xp.arange(size.vocabulary)[:, None] == tokens.reshape(-1)
-    gradients["embedding"] += one_hot.astype(dx.dtype) @ dx.reshape(-1, size.width)
+    gradients["embedding"] += one_hot.astype(dx.dtype) @ rows(dx)
     return loss, gradients
 
 
 class Adam:
-    """Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2014)."""
+    """Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2014), with a rate that rises over the first steps."""
 
-    def __init__(self, parameters, rate=2e-3, decay=(0.9, 0.98), epsilon=1e-8):
-        self.parameters, self.rate, self.decay, self.epsilon, self.step = parameters, rate, decay, epsilon, 0
+    def __init__(self, parameters, rate=3e-3, warmup=40, decay=(0.9, 0.99), epsilon=1e-8):
+        self.parameters, self.rate, self.warmup, self.decay, self.epsilon, self.step = parameters, rate, warmup, decay, epsilon, 0
         self.mean = {name: 0 * x for name, x in parameters.items()}
         self.square = {name: 0 * x for name, x in parameters.items()}
 
     def update(self, gradients):
         self.step += 1
         slow, slower = self.decay
+        rate = self.rate * min(1.0, self.step / self.warmup)
         for name, g in gradients.items():
             self.mean[name] += (1 - slow) * (g - self.mean[name])
             self.square[name] += (1 - slower) * (g**2 - self.square[name])
             mean, square = self.mean[name] / (1 - slow**self.step), self.square[name] / (1 - slower**self.step)
-            self.parameters[name] -= self.rate * mean / (square**0.5 + self.epsilon)
+            self.parameters[name] -= rate * mean / (square**0.5 + self.epsilon)
 
 
 def train(size: Size, text, steps: int, xp=np, seed: int = 0, report=lambda step, loss: None):
@@ -178,15 +188,14 @@ def train(size: Size, text, steps: int, xp=np, seed: int = 0, report=lambda step
     return parameters, losses
 
 
-def write(parameters, prompt, count: int, size: Size, xp=np, seed: int = 0):
+def write(parameters, prompt, count: int, size: Size, xp=np, seed: int = 0, temperature: float = 0.5):
     """Continue a prompt of tokens, one drawn after the other."""
     rng = np.random.default_rng(seed)
     tokens = list(prompt)
     for _ in range(count):
         scores, _ = predict(parameters, xp.asarray([tokens[-size.length :]]), size)
-        last = scores[0, -1] / 0.7
-        weights = xp.exp(last - last.max())
-        tokens.append(int(rng.choice(size.vocabulary, p=np.asarray((weights / weights.sum()).tolist()))))
+        noise = xp.asarray(rng.gumbel(size=size.vocabulary))  # the largest sum is a draw by the probabilities
+        tokens.append(int((scores[0, -1] / temperature + noise).argmax()))
     return tokens
 
 
