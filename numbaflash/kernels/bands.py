@@ -130,6 +130,19 @@ class KeyBand:
 
         return straight_line(UniTuple(int32, 4), (int32, BOUNDS), body)
 
+    def turn(self, last_first):
+        """``f(tile, block, bounds, tiles)``: tiles that see the block before this one does, in the order of keys or the last ones first."""
+
+        def body(ops, tile, block, bounds, tiles):
+            _, _, offset, left, right = bounds
+            query = block * self.q_block + offset
+            if last_first:
+                last = (query + (self.q_block - 1) + right) // self.kv_tile if self.right else tiles - 1
+                return ops.minimum(last, tiles - 1) - tile
+            return tile - (ops.maximum((query - left) // self.kv_tile, ops.integer(0)) if self.left else ops.integer(0))
+
+        return straight_line(int32, (int32, int32, BOUNDS, int32), body)
+
     def limits(self):
         """``f(key, column, bounds) -> (first0, first1, last0, last1)``: queries that see keys ``key`` and ``key + 8``, counted from ``column``.
 

@@ -38,10 +38,8 @@ wait_done = instruction("cp.async.bulk.wait_group 0;", VOID)
 
 
 def _wait_turn(builder, args, _):
-    text = (
-        "{\n.reg .pred p; .reg .b32 now;\nWAIT:\nld.acquire.gpu.global.b32 now, [$0];\nsetp.ge.s32 p, now, $1;\n@p bra DONE;\nnanosleep.u32 40;\nbra WAIT;\n"
-        "DONE:\n}"
-    )
+    wait = "WAIT: ld.acquire.gpu.global.b32 now, [$0]; setp.ge.s32 p, now, $1; @p bra DONE; bra WAIT; DONE:"
+    text = "{ .reg .pred p; .reg .b32 now;\n" + wait.replace("; ", ";\n").replace(": ", ":\n") + "\n}"
     emit(builder, ir.VoidType(), args, text, "l,r,~{memory}")
 
 

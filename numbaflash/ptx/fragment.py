@@ -100,15 +100,16 @@ def negate(columns):
     return _elementwise(columns, (), lambda builder, x, i, a: _negate(builder, x))
 
 
-def mask_band(columns, left, right, hidden=-math.inf):
+def mask_band(columns, left, right, hidden=-math.inf, block=None):
     """``f(x, block, (first0, first1, last0, last1))``: ``hidden`` where a column lies before its row's first or after its row's last.
 
     The block's columns and the limits are counted from the thread's first column of block 0; ``left`` and ``right`` say which limits count.
+    Blocks are ``block`` columns apart (else as many as the fragment has).
     """
     hidden = ir.Constant(llvm_f32, hidden)
 
     def generate(builder, args, llvm_result):
-        origin = builder.mul(args[1], ir.Constant(llvm_i32, columns))
+        origin = builder.mul(args[1], ir.Constant(llvm_i32, block or columns))
         limits = [builder.sub(limit, origin) for limit in unpack(builder, args[2], 4)]
         values = []
         for i, x in enumerate(unpack(builder, args[0], columns // 2)):
@@ -257,10 +258,11 @@ def to_16bit(columns, dtype):
     return make_intrinsic(packed(columns), (fragment(columns),), generate)
 
 
-def store_matrix(columns, panel_bytes, first_panel=0, panels=None):
+def store_matrix(columns, panel_bytes, first_panel=0, panels=None, shifted=False):
     """Store panels of a packed tile to shared memory, 64 columns each, in the 128-byte swizzle (stmatrix).
 
-    ``f(tile, base, thread)``: ``base`` is the address of the first panel stored, ``thread`` counts within the warpgroup.
+    ``f(tile, base, thread)``: ``base`` is the address of the first panel stored, ``thread`` counts within the warpgroup. With ``shifted``,
+    ``f(tile, base, thread, column)`` stores a tile that fits in a panel from a column (a multiple of 16) on.
     """
     count = columns // 4
     first = 16 * first_panel
@@ -277,6 +279,8 @@ def store_matrix(columns, panel_bytes, first_panel=0, panels=None):
         row = builder.or_(builder.lshr(bits(0x60), ir.Constant(llvm_i32, 1)), bits(15))
         row_at = builder.add(base, builder.shl(row, ir.Constant(llvm_i32, 7)))
         swizzle, half = bits(7, 4), bits(16)
+        if shifted:
+            half = builder.add(half, builder.shl(args[3], ir.Constant(llvm_i32, 1)))
         for k in range(first, end, 4):
             panel, step = divmod((k - first) // 4, 4)
             quad = registers[k : k + 4]
@@ -287,7 +291,7 @@ def store_matrix(columns, panel_bytes, first_panel=0, panels=None):
             )
             emit(builder, ir.VoidType(), [row_at, swizzle, half, *quad], text, ",".join(["r"] * (3 + len(quad))) + ",~{memory}")
 
-    return make_intrinsic(VOID, (packed(columns), U32, I32), generate)
+    return make_intrinsic(VOID, (packed(columns), U32, I32, *[I32] * shifted), generate)
 
 
 def store_plain(columns):
@@ -301,6 +305,20 @@ def store_plain(columns):
             emit(builder, ir.VoidType(), [at, *values[i : i + 4]], f"st.shared.v4.f32 [$0+{512 * i}], {{$1, $2, $3, $4}};", "r,f,f,f,f,~{memory}")
 
     return make_intrinsic(VOID, (fragment(columns), U32, I32), generate)
+
+
+def add_plain(columns):
+    """``f(x, base, thread)``: add a fragment to what lies in global memory in the order of `store_plain`, each element atomically."""
+    count = columns // 2
+
+    def generate(builder, args, _):
+        at = builder.add(args[1], builder.zext(builder.shl(args[2], ir.Constant(llvm_i32, 4)), args[1].type))
+        values = unpack(builder, args[0], count)
+        for i in range(0, count, 4):
+            text = f"red.global.add.v4.f32 [$0+{512 * i}], {{$1, $2, $3, $4}};"
+            emit(builder, ir.VoidType(), [at, *values[i : i + 4]], text, "l,f,f,f,f,~{memory}")
+
+    return make_intrinsic(VOID, (fragment(columns), U64, I32), generate)
 
 
 def load_plain(columns):

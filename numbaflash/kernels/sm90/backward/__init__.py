@@ -1,4 +1,4 @@
-"""Gradients of exact attention on the tensor cores of Hopper GPUs: float16 and bfloat16, head dims up to 128.
+"""Gradients of exact attention on the tensor cores of Hopper GPUs: float16 and bfloat16.
 
 Three launches: the rows' shift and delta and an empty sum of dQ (`passes`), the products (`kernel`), and dQ out of its sum.
 """
@@ -16,23 +16,17 @@ from ....problem import ITEMSIZE, Problem, trim_keys
 from ... import sm90
 from ...sections import choose_section
 from ..tensor_maps import refusal, row_major, rows_map
-from .config import PART, ROW_THREADS, BackwardConfig, SharedMemory, backward_config, q_blocks_of_tiles, visible_queries
+from .config import PART_ROWS, ROW_THREADS, BackwardConfig, SharedMemory, backward_config, q_blocks_of_tiles, visible_queries
 
 _BUILD = "numbaflash.kernels.sm90.backward."
 _ARCH = (9, 0, "a")
 _L2_BYTES = 36 * 2**20  # of the H200's 60 MB, what the query heads in flight may read and add to
 _TILE_COST = 1.5  # start and end of a tile, in blocks of queries
-WIDEST = 128
-"""The largest head dim: dK and dV of 64 keys fill the registers of a warpgroup."""
 
 
 def supports(problem: Problem, device: Device) -> tuple[str, ...]:
     """Reasons why this family cannot compute the problem's gradients there."""
-    reasons = list(sm90.supports(problem, device))
-    for name, n in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-        if n > WIDEST:
-            reasons.append(f"{name} must be at most {WIDEST} for its gradients; it is {n}")
-    return tuple(reasons)
+    return sm90.supports(problem, device)
 
 
 def plan(problem: Problem, layouts: BackwardLayouts, device: Device, deterministic: bool) -> Plan:
@@ -78,19 +72,19 @@ def plan(problem: Problem, layouts: BackwardLayouts, device: Device, determinist
 class _Workspace:
     """Offsets in the workspace, multiples of 256 bytes.
 
-    For each query head and block of queries: a ``shift`` and a ``delta`` a row in float32, the ``sum`` of dq in parts of 64 x 64 in float32, and
+    For each query head and block of queries: a ``shift`` and a ``delta`` a row in float32, the ``sum`` of dq in float32, and
     for a deterministic result a ``turn`` a part in int32. That is ``4 * rows * (2 + columns)`` bytes, with the rows rounded up to whole blocks
-    and the columns to 64.
+    and the columns to 64 (to 256 above 128).
     """
 
     def __init__(self, problem: Problem, config: BackwardConfig):
         self.q_blocks = -(-problem.seqlen_q // config.q_block)
         self.blocks = problem.batch * problem.heads * self.q_blocks
-        self.parts = config.q_block // PART * SharedMemory.of(config).qk_panels
+        self.parts = config.parts
         self.size = 0
         self.shifts = self._place(4 * self.blocks * config.q_block)
         self.deltas = self._place(4 * self.blocks * config.q_block if config.with_ds else 0)
-        self.sums = self._place(4 * self.blocks * self.parts * PART * PART if config.with_dq else 0)
+        self.sums = self._place(self.blocks * self.parts * SharedMemory.of(config).part_bytes if config.with_dq else 0)
         self.turns = self._place(4 * self.blocks * self.parts if config.deterministic else 0)
 
     def _place(self, size):
@@ -115,7 +109,7 @@ def launches(plan: Plan) -> list[tuple[toolchain.KernelRequest, list, tuple, int
     steps = [(kernel("passes:build_rows"), _row_parameters(plan, workspace), (workspace.blocks,), ROW_THREADS, 0)]
     steps.append((kernel("kernel:build"), _parameters(plan, workspace), plan.grid, plan.threads, plan.shared_bytes))
     if config.with_dq:
-        threads, shared_bytes = 128 * workspace.parts, 1024 + 2 * PART * PART * workspace.parts
+        threads, shared_bytes = 128 * workspace.parts, 1024 + 2 * PART_ROWS * config.part_columns * workspace.parts
         steps.append((kernel("passes:build_dq"), _dq_parameters(plan, workspace), (workspace.blocks,), threads, shared_bytes))
     return steps
 
@@ -139,7 +133,9 @@ def _parameters(plan, workspace):
     columns = problem.batch * problem.kv_heads
     costs = tuple((q_blocks_of_tiles(problem, config) * problem.group + _TILE_COST).tolist())
     row_bytes = (problem.head_dim + problem.head_dim_v) * ITEMSIZE[dtype] + 4 * problem.head_dim
-    section = choose_section(costs[::-1], columns, plan.grid[0], problem.group * problem.seqlen_q * row_bytes, _L2_BYTES)
+    section = choose_section(
+        costs if config.last_keys_first else costs[::-1], columns, plan.grid[0], problem.group * problem.seqlen_q * row_bytes, _L2_BYTES
+    )
     integers = (
         problem.seqlen_q,
         problem.seqlen_k,
@@ -178,7 +174,7 @@ def _dq_parameters(plan, workspace):
     with np.errstate(over="ignore"):
         scale = float(np.float32(problem.scale))
     return [
-        rows_map("dq", problem.dtype, plan.layouts.dq, PART),
+        rows_map("dq", problem.dtype, plan.layouts.dq, PART_ROWS),
         toolchain.Pointer("workspace", workspace.sums),
         toolchain.Scalar("int32", problem.heads),
         toolchain.Scalar("int32", workspace.q_blocks),

@@ -10,7 +10,7 @@ from ....problem import Problem
 from ..config import ALIGNMENT, ELEMENTS
 
 ROW_THREADS = 256  # of a block of the kernel that prepares the rows
-PART = 64  # rows and columns of dq that a consumer warpgroup computes in a step
+PART_ROWS = 64  # of dq that a consumer warpgroup computes in a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class BackwardConfig:
     q_block : int
         Queries of a step of the main loop: 64, or 128 for head dims up to 64.
     kv_tile : int
-        Keys of a block's tile, 64 a consumer warpgroup.
+        Keys of a block's tile: 128, or 64 for head dims above 128.
     registers : (int, int)
         A thread of the producer warpgroup keeps the first number, a consumer thread gets the second.
     stages : int
@@ -52,9 +52,32 @@ class BackwardConfig:
     with_dv: bool = True
     deterministic: bool = False
 
+    consumers = 2
+
     @property
-    def consumers(self) -> int:
-        return self.kv_tile // 64
+    def columns_apart(self) -> bool:
+        """The consumers share the tile's keys, and each has half of the columns (`by_columns`), instead of half of the keys (`by_keys`)."""
+        return self.kv_tile == 64
+
+    @property
+    def part_columns(self) -> int:
+        """Columns of a part of dq; with `columns_apart`, of dk too."""
+        return 128 if self.head_dim > 128 else 64
+
+    @property
+    def part_columns_v(self) -> int:
+        """With `columns_apart`, columns of dv of a consumer."""
+        return 128 if self.head_dim_v > 128 else 64
+
+    @property
+    def parts(self) -> int:
+        """Parts of dq in a step: one a consumer, or one in all."""
+        return 2 if self.columns_apart else self.q_block // PART_ROWS * -(-self.head_dim // 64)
+
+    @property
+    def last_keys_first(self) -> bool:
+        """Whether tiles of later keys add to dq, and run, before those of earlier ones."""
+        return self.deterministic and self.right
 
     @property
     def threads(self) -> int:
@@ -78,11 +101,12 @@ class BackwardConfig:
 class SharedMemory:
     """Where things lie in a block's shared memory: offsets and sizes in bytes.
 
-    K and V once, Q and dO and the shift and delta of their rows by stage, dS twice, dQ by consumer. Matrices are rows of panels of 64 columns.
+    K and V once, Q and dO and the shift and delta of their rows and dS (with P before it where the consumers share keys) by stage, dQ by
+    consumer. Matrices are rows of panels of 64 columns, of which only those that hold columns of the operand are loaded.
     """
 
-    qk_panels: int
-    v_panels: int
+    loaded_qk_panels: int
+    loaded_v_panels: int
     q_panel_bytes: int
     kv_panel_bytes: int
     q_bytes: int
@@ -103,20 +127,26 @@ class SharedMemory:
 
     @classmethod
     def of(cls, config: BackwardConfig) -> SharedMemory:
-        qk_panels, v_panels = -(-config.head_dim // 64), -(-config.head_dim_v // 64)
+        loaded_qk, loaded_v = -(-config.head_dim // 64), -(-config.head_dim_v // 64)
+        qk_panels, v_panels = loaded_qk, loaded_v
+        if config.columns_apart:
+            qk_panels, v_panels = config.part_columns // 32, config.part_columns_v // 32
         q_panel, kv_panel = config.q_block * 128, config.kv_tile * 128
         q_bytes, dout_bytes = qk_panels * q_panel, v_panels * q_panel
-        ds_bytes, part_bytes, row_bytes = config.q_block * config.kv_tile * 2, PART * PART * 4, config.q_block * 4
+        ds_bytes, part_bytes, row_bytes = config.q_block * config.kv_tile * 2, PART_ROWS * config.part_columns * 4, config.q_block * 4
+        if config.columns_apart:
+            ds_bytes *= 2
+        staged = config.with_dq and not config.columns_apart
         v = qk_panels * kv_panel
         q = v + v_panels * kv_panel
         dout = q + config.stages * q_bytes
         ds = dout + config.stages * dout_bytes
-        dq = ds + (2 * ds_bytes if config.with_dq else 0)
-        shifts = dq + (config.consumers * part_bytes if config.with_dq else 0)
+        dq = ds + (config.stages * ds_bytes if config.with_dq or config.columns_apart else 0)
+        shifts = dq + (config.consumers * part_bytes if staged else 0)
         deltas = shifts + config.stages * row_bytes
         barriers = deltas + config.stages * row_bytes
         return cls(
-            qk_panels, v_panels, q_panel, kv_panel, q_bytes, dout_bytes, ds_bytes, part_bytes, row_bytes,
+            loaded_qk, loaded_v, q_panel, kv_panel, q_bytes, dout_bytes, ds_bytes, part_bytes, row_bytes,
             k=0, v=v, q=q, dout=dout, ds=ds, dq=dq, shifts=shifts, deltas=deltas, barriers=barriers,
             total=barriers + 8 * (2 + 4 * config.stages) + ALIGNMENT,
         )  # fmt: skip
@@ -124,13 +154,14 @@ class SharedMemory:
 
 def backward_config(problem: Problem, *, with_dq: bool, with_dk: bool, with_dv: bool, deterministic: bool) -> BackwardConfig:
     """The tuning choice for a problem: a pure function of it."""
-    narrow = problem.head_dim <= 64 and problem.head_dim_v <= 64
+    widest = max(problem.head_dim, problem.head_dim_v)
     return BackwardConfig(
         element=ELEMENTS[problem.dtype],
         head_dim=problem.head_dim,
         head_dim_v=problem.head_dim_v,
-        q_block=128 if narrow else 64,
-        registers=(24, 240) if narrow else (40, 232),
+        q_block=128 if widest <= 64 else 64,
+        kv_tile=128 if widest <= 128 else 64,
+        registers=(24, 240) if widest <= 64 else (40, 232),
         left=problem.left is not None,
         right=problem.right is not None,
         with_dq=with_dq,

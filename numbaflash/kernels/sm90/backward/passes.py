@@ -11,7 +11,7 @@ from numba.cuda.types import UniTuple, float32, int32, uint64, void
 from ....ptx import fragment, rows, shared, tma, warp
 from ....ptx.straight import straight_line
 from ....toolchain import KernelSource
-from .config import PART, ROW_THREADS, BackwardConfig, SharedMemory
+from .config import PART_ROWS, ROW_THREADS, BackwardConfig, SharedMemory
 
 LOG2E = math.log2(math.e)
 
@@ -23,7 +23,7 @@ def build_rows(config: BackwardConfig) -> KernelSource:
     block of threads takes a block of queries.
     """
     memory = SharedMemory.of(config)
-    q_block, parts = config.q_block, config.q_block // PART * memory.qk_panels
+    q_block, parts = config.q_block, config.parts
     lanes = max(1, 1 << (config.head_dim_v // 8 - 1).bit_length())  # of a row, eight elements each
     passes = max(1, q_block * lanes // ROW_THREADS)
     dot = rows.dot(config.element)
@@ -97,32 +97,28 @@ def build_rows(config: BackwardConfig) -> KernelSource:
 
 
 def build_dq(config: BackwardConfig) -> KernelSource:
-    """dQ, scaled and rounded, out of the sum, which holds a block of queries in parts of 64 x 64 in the order of registers."""
+    """dQ, scaled and rounded, out of the sum, which holds a block of queries in parts of 64 rows in the order of registers."""
     memory = SharedMemory.of(config)
-    parts, by_rows = config.q_block // PART * memory.qk_panels, config.q_block > PART
-    load, scale, to_16bit = fragment.load_plain(PART), fragment.scale(PART), fragment.to_16bit(PART, config.element)
-    put, store_first, store_second = fragment.store_matrix(PART, 0), tma.store_panels(4, 0, 1, 0), tma.store_panels(4, 1, 1, 0)
+    parts, columns, by_rows = config.parts, config.part_columns, config.q_block > PART_ROWS
+    load, scale, to_16bit = fragment.load_plain(columns), fragment.scale(columns), fragment.to_16bit(columns, config.element)
+    panel_bytes, panels = PART_ROWS * 128, columns // 64
+    put = fragment.store_matrix(columns, panel_bytes)
+    store_first, store_second = (tma.store_panels(4, first, panels, panel_bytes) for first in (0, panels))
     base = shared.addresses(0)
 
     def part_of(ops, thread, tile, sums, s_base):
         part = thread >> 7
-        return [sums + (ops.wide(tile) * parts + ops.wide(part)) * memory.part_bytes, ops.wide(s_base) + ops.wide(part) * (PART * 128)]
+        return [sums + (ops.wide(tile) * parts + ops.wide(part)) * memory.part_bytes, ops.wide(s_base) + ops.wide(part) * (panels * panel_bytes)]
+
+    def place_of(ops, tile, q_blocks, heads, part):
+        head = tile // q_blocks
+        return [head // heads, head % heads, tile % q_blocks * config.q_block + (part * PART_ROWS if by_rows else 0), part + 1]
 
     part_of = straight_line(UniTuple(uint64, 2), (int32, int32, uint64, int32), part_of)
-    place_of = straight_line(
-        UniTuple(int32, 5),
-        (int32,) * 4,
-        lambda ops, tile, q_blocks, heads, part: [
-            tile // q_blocks // heads,
-            tile // q_blocks % heads,
-            tile % q_blocks * config.q_block + (part * PART if by_rows else 0),
-            part,
-            part + 1,
-        ],
-    )
+    place_of = straight_line(UniTuple(int32, 4), (int32,) * 4, place_of)
     warpgroup_of = straight_line(int32, (int32,), lambda ops, thread: thread >> 7)
     thread_of = straight_line(int32, (int32,), lambda ops, thread: thread & 127)
-    columns_first = not by_rows and parts > 1
+    columns_apart = not by_rows and parts > 1
 
     def kernel(dq_map, sums, heads, q_blocks, factor):
         tile, tid = cuda.blockIdx.x, cuda.threadIdx.x
@@ -130,11 +126,11 @@ def build_dq(config: BackwardConfig) -> KernelSource:
         part, thread = warp.shuffle_index(warpgroup_of(tid), 0), thread_of(tid)
         source, staged = part_of(tid, tile, sums, s_base)
         put(to_16bit(scale(load(source, thread), factor)), staged, thread)
-        batch, head, row, _, barrier = place_of(tile, q_blocks, heads, part)
+        batch, head, row, barrier = place_of(tile, q_blocks, heads, part)
         tma.fence_async()
         warp.barrier_sync(barrier, 128)
         if thread == 0:
-            if columns_first and part == 1:
+            if columns_apart and part == 1:
                 store_second(dq_map, staged, row, head, batch)
             else:
                 store_first(dq_map, staged, row, head, batch)
