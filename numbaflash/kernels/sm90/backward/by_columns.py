@@ -62,12 +62,8 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     put_dk, put_dv = fragment.store_matrix(d_part, kv_panel_bytes), fragment.store_matrix(dv_part, kv_panel_bytes)
     store_dk, store_dv = (tma.store_panels(4, 0, n, kv_panel_bytes) for n in (memory.loaded_qk_panels, memory.loaded_v_panels))
     add_part = fragment.add_plain(d_part)
-    advance, values_at, pds_slot, only = (
-        pipeline.advance(config.stages),
-        pipeline.slot(memory.row_bytes),
-        pipeline.slot(memory.ds_bytes),
-        pipeline.start(0),
-    )
+    advance, only = pipeline.advance(config.stages), pipeline.start(0)
+    values_at, pds_slot = pipeline.slot(memory.row_bytes), pipeline.slot(memory.ds_bytes)
 
     # Index arithmetic.
     band = KeyBand(kv_tile, q_block, config.left, config.right)

@@ -55,11 +55,8 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     q_mn_operand, dout_mn_operand = wgmma.operand(memory.q_bytes, q_panel_bytes), wgmma.operand(memory.dout_bytes, q_panel_bytes)
     wait_scores, wait_value_scores = wgmma.wait(1 if with_ds else 0, q_block), wgmma.wait(0, q_block, q_block)
     before_dk = 1 if with_dk else 0
-    wait_dq_dv, wait_dv, wait_dq = (
-        wgmma.wait(before_dk, part_columns, dv_columns),
-        wgmma.wait(before_dk, dv_columns),
-        wgmma.wait(before_dk, part_columns),
-    )
+    wait_dq_dv = wgmma.wait(before_dk, part_columns, dv_columns)
+    wait_dv, wait_dq = wgmma.wait(before_dk, dv_columns), wgmma.wait(before_dk, part_columns)
     wait_dk, scale_dk = wgmma.wait(0, d), fragment.scale(d)
     probabilities, score_gradients = fragment.probabilities(q_block), fragment.score_gradients(q_block)
     mask = fragment.mask_band(q_block, True, config.left, 0.0)
@@ -67,12 +64,8 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     put_ds, put_part = fragment.store_matrix(q_block, kv_panel_bytes), fragment.store_plain(part_columns)
     put_dk, put_dv = fragment.store_matrix(d, kv_panel_bytes), fragment.store_matrix(dv_columns, kv_panel_bytes)
     store_dk, store_dv = (tma.store_panels(4, 0, n, kv_panel_bytes) for n in (memory.loaded_qk_panels, memory.loaded_v_panels))
-    advance, values_at, ds_slot, only = (
-        pipeline.advance(config.stages),
-        pipeline.slot(memory.row_bytes),
-        pipeline.slot(memory.ds_bytes),
-        pipeline.start(0),
-    )
+    advance, only = pipeline.advance(config.stages), pipeline.start(0)
+    values_at, ds_slot = pipeline.slot(memory.row_bytes), pipeline.slot(memory.ds_bytes)
 
     # Index arithmetic.
     limits_of_keys = KeyBand(kv_tile, q_block, config.left, config.right).limits()
