@@ -17,9 +17,6 @@ from . import cache, config, decode, driver, forward
 from .arguments import ARGUMENTS, arguments
 from .config import Kernel
 
-ONLY_PRANGE = dict.fromkeys(("comprehension", "reduction", "inplace_binop", "setitem", "numpy", "stencil", "fusion"), False) | {"prange": True}
-"""Not even an array of zeros is made by several threads: a launch on one thread must not touch the pool."""
-
 BUILD = {"panels": forward.build, "rows": decode.build}
 
 _compiling = threading.Lock()
@@ -58,9 +55,19 @@ def _compile_kernel(kernel: Kernel) -> CFunc:
     return function
 
 
+def driver_function(function):
+    """A driver that runs in parallel where it says so and nowhere else.
+
+    Numba is to make not even an array of zeros by several threads: a launch on one thread must not touch the pool. It empties the
+    dictionary of options that it is given, so each function gets its own.
+    """
+    others = dict.fromkeys(("comprehension", "reduction", "inplace_binop", "setitem", "numpy", "stencil", "fusion"), False)
+    return numba.njit(nogil=True, parallel={**others, "prange": True}, error_model="numpy")(function)
+
+
 @functools.cache
 def _compile_driver():
-    run = numba.njit(nogil=True, parallel=ONLY_PRANGE, error_model="numpy")(driver.run)
+    run = driver_function(driver.run)
     run._cache = cache.KernelCache("driver")
     record = numba.from_dtype(ARGUMENTS)
     run.compile(types.void(types.int64, types.Array(record, 1, "C"), *[types.int64] * 6))

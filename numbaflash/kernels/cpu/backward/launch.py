@@ -30,7 +30,7 @@ def _compile_kernel(kernel: Kernel) -> CFunc:
 
 @functools.cache
 def _compile_driver():
-    run = numba.njit(nogil=True, parallel=threads_of.ONLY_PRANGE, error_model="numpy")(driver.run_backward)
+    run = threads_of.driver_function(driver.run_backward)
     run._cache = cache.KernelCache("backward driver")
     args, addresses = (types.Array(numba.from_dtype(record), 1, "C") for record in (ARGUMENTS, ADDRESSES))
     run.compile(types.void(types.int64, args, addresses, types.int64))
