@@ -1,6 +1,6 @@
 """Train a small transformer with nothing but arrays: forward and backward by hand, attention by numbaflash.
 
-    python docs/examples/train_numpy.py                 NumPy, on the CPU: about a minute
+    python docs/examples/train_numpy.py                 NumPy, on the CPU: a few minutes
     python docs/examples/train_numpy.py --cupy          CuPy, on a GPU: the same lines
 
 It learns to continue text, byte by byte. The text is this documentation. Each layer is a pair of functions: one returns its result and what its
@@ -29,8 +29,8 @@ class Size:
     layers: int = 2
     heads: int = 4
     head_dim: int = 32
-    length: int = 128
-    batch: int = 8
+    length: int = 64
+    batch: int = 12
 
     @property
     def width(self) -> int:
@@ -156,7 +156,7 @@ def loss_and_gradients(parameters, tokens, targets, size: Size, xp):
 class Adam:
     """Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2014), with a rate that rises over the first steps."""
 
-    def __init__(self, parameters, rate=3e-3, warmup=40, decay=(0.9, 0.99), epsilon=1e-8):
+    def __init__(self, parameters, rate=2e-3, warmup=40, decay=(0.9, 0.99), epsilon=1e-8):
         self.parameters, self.rate, self.warmup, self.decay, self.epsilon, self.step = parameters, rate, warmup, decay, epsilon, 0
         self.mean = {name: 0 * x for name, x in parameters.items()}
         self.square = {name: 0 * x for name, x in parameters.items()}
@@ -201,7 +201,7 @@ def write(parameters, prompt, count: int, size: Size, xp=np, seed: int = 0, temp
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=500, help="training steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=1500, help="training steps (default: %(default)s)")
     parser.add_argument("--cupy", action="store_true", help="train on the GPU with CuPy")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
@@ -213,7 +213,7 @@ def main():
     start = time.perf_counter()
 
     def report(step, loss):
-        if step % 25 == 0 or step == arguments.steps - 1:
+        if step % 50 == 0 or step == arguments.steps - 1:
             print(f"step {step:4}   loss {loss:.3f}   {time.perf_counter() - start:5.1f} s", flush=True)
 
     parameters, _ = train(size, text, arguments.steps, xp, arguments.seed, report)
