@@ -100,8 +100,8 @@ class Torch(Library):
             raise ValueError(f"{name} must lie on the CPU or a CUDA device; got device {x.device}")
         if _recorded(x):
             raise ValueError(
-                f"{name} takes part in automatic differentiation, and numbaflash.forward and backward record nothing: their "
-                f"results would be cut from the graph. Call numbaflash.attention, which torch differentiates; without a derivative, call under torch.no_grad() or "
+                f"{name} takes part in automatic differentiation, and numbaflash.forward and backward record nothing: their results would be cut "
+                "from the graph. Call numbaflash.attention, which torch differentiates; without a derivative, call under torch.no_grad() or "
                 f"torch.inference_mode(), or pass {name}.detach()"
             )
         if x.is_neg() or x.is_conj():
