@@ -34,7 +34,7 @@ def build(config: Config) -> KernelSource:
     copy_q = tiles.copy_scaled(config, config.q_tile, config.dim, config.q_mask)
     copy_k, copy_v = tiles.copy_tile(config, config.kv_tile, config.dim, config.k_mask), tiles.copy_tile(config, config.kv_tile, config.dim_v)
     zero_scores, zero_output, zero_row = (tiles.zeros(kind, config) for kind in (t.scores, t.output, t.row))
-    lowest, mask = tiles.lowest(config), tiles.mask(config, config)
+    lowest, mask = tiles.lowest(config), tiles.mask(config)
     online_softmax, store_p = tiles.online_softmax(config), tiles.store_p(config, config)
     add_qk, is_finite = tiles.add_dots(config, config, config.dim), tiles.is_finite(config)
     add_pv, add_pv_seen = tiles.add_pv(config), tiles.add_pv_seen(config)

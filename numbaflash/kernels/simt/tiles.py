@@ -261,25 +261,24 @@ def is_finite(config: Elements):
 # ---- softmax
 
 
-def mask(config: Elements, share, hidden: float = -math.inf):
-    """``f(scores, first, last, end) -> scores``: ``hidden`` where the key is not visible.
+def mask(config: Config):
+    """``f(scores, first, last, end) -> scores``: -inf where the key is not visible.
 
     Keys are counted from the thread's first; its query i sees ``first + i * lanes_m`` to ``last + i * lanes_m``, of those
     before ``end``. A bound that the config does not have is ignored.
     """
-    t, columns = ArrayTypes.of(config), share.columns
-    scores = types.UniTuple(t.real, share.rows * columns)
+    t, columns = Types.of(config), config.columns
 
     def body(ops, s, first, last, end):
         for j in range(columns):
             key = j * config.lanes_n
-            for i in range(share.rows):
+            for i in range(config.rows):
                 banded = in_band(config, first, last, i, key)
                 seen = end > key if banded is None else (end > key) & banded
-                s[i * columns + j] = ops.select(seen, s[i * columns + j], hidden)
+                s[i * columns + j] = ops.select(seen, s[i * columns + j], -math.inf)
         return s
 
-    return straight_line(scores, (scores, I32, I32, I32), body)
+    return straight_line(t.scores, (t.scores, I32, I32, I32), body)
 
 
 def exponential(ops, config, x):

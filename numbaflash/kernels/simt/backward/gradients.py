@@ -41,7 +41,7 @@ def build(config: Config) -> KernelSource:
     copy_dout = shared_tiles.copy_tile(config, config.q_tile, config.dim_v, config.q_mask)
     zero_scores, zero_dq, zero_dk, zero_dv = (shared_tiles.zeros(kind, config) for kind in (t.scores, t.dq, t.dk, t.dv))
     add_qk, add_dout_v = (shared_tiles.add_dots(config, config.scores, dim) for dim in (config.dim, config.dim_v))
-    hide, store_scores = shared_tiles.mask(config, config.scores, 0.0), shared_tiles.store_p(config, config.scores)
+    hide, store_scores = tiles.hide(config), shared_tiles.store_p(config, config.scores)
     is_finite = shared_tiles.is_finite(config)
     load_lse, load_delta = tiles.load_lse(config), tiles.load_delta(config)
     softmax, softmax_gradient = tiles.softmax(config), tiles.softmax_gradient(config)
@@ -165,14 +165,14 @@ def build(config: Config) -> KernelSource:
                 c = int32(c + step)
             p = softmax(p, load_lse(lse, batch, head, first_q + s_query))
 
-            border = first_k + kv_tile > seqlen_k
+            border = first_k + kv_tile > seqlen_k or first_q + q_tile > seqlen_q
             if bounded_left:
-                border |= first_k < min(first_q + q_tile, seqlen_q) - 1 + band_first
+                border |= first_k < first_q + q_tile - 1 + band_first
             if bounded_right:
                 border |= first_k + kv_tile - 1 > first_q + band_last
             first, last = int32(first_q + band_first - first_k), int32(first_q + band_last - first_k)  # of the tile's first query
             if border:
-                p = hide(p, first + s_query - s_key, last + s_query - s_key, seqlen_k - first_k - s_key)
+                p = hide(p, first + s_query - s_key, last + s_query - s_key, seqlen_k - first_k - s_key, seqlen_q - first_q - s_query)
             if with_dv:
                 store_scores(memory, p_base + s_query * kv_tile, s_key, q_swizzle, p)
             if with_ds:
@@ -183,7 +183,7 @@ def build(config: Config) -> KernelSource:
                     c = int32(c + step)
                 ds = softmax_gradient(p, ds, load_delta(delta, batch_head, first_q + s_query))
                 if border:
-                    ds = hide(ds, first + s_query - s_key, last + s_query - s_key, seqlen_k - first_k - s_key)
+                    ds = hide(ds, first + s_query - s_key, last + s_query - s_key, seqlen_k - first_k - s_key, seqlen_q - first_q - s_query)
                 store_scores(memory, ds_base + s_query * kv_tile, s_key, q_swizzle, ds)
 
             thread = afresh(thread)

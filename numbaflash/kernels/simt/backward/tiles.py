@@ -140,6 +140,27 @@ def softmax_gradient(config: Config):
     return straight_line(t.scores, (t.scores, t.scores, t.row), body)
 
 
+def hide(config: Config):
+    """``f(scores, first, last, end, queries) -> scores``: 0 where the query does not see the key.
+
+    Keys are counted from the thread's first, which its query i sees as `simt.tiles.mask` says; ``queries`` of the thread's exist, counted
+    from its first.
+    """
+    t, share = Types.of(config), config.scores
+
+    def body(ops, s, first, last, end, queries):
+        for i in range(share.rows):
+            exists = queries > i * config.lanes_m
+            for j in range(share.columns):
+                key, at = j * config.lanes_n, i * share.columns + j
+                banded = in_band(config, first, last, i, key)
+                seen = exists & (end > key)
+                s[at] = ops.select(seen if banded is None else seen & banded, s[at], 0.0)
+        return s
+
+    return straight_line(t.scores, (t.scores, I32, I32, I32, I32), body)
+
+
 # ---- products
 
 
