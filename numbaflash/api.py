@@ -70,8 +70,8 @@ def forward(q, k, v, *, scale=None, causal=False, window=None, return_lse=False,
     The host does not wait for the device, and everything is allocated by the caller's library: a call can be captured in a CUDA graph
     (after one call of its kind, which loads the kernel). NaN and infinity in keys and values that no query may see have no effect.
 
-    The result is not differentiable; `backward` computes the gradients. A torch tensor that torch would differentiate is refused; call
-    under ``torch.no_grad()``. In JAX, use ``jax.lax.stop_gradient``.
+    The result is not differentiable: `attention` is, in PyTorch and JAX, and `backward` computes the gradients by hand. A torch tensor that
+    torch would differentiate is refused; call under ``torch.no_grad()``. In JAX, use ``jax.lax.stop_gradient``.
 
     Examples
     --------

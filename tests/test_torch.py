@@ -104,7 +104,8 @@ def test_gradients(device, dtype, options):
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_gradcheck(device, options, return_lse):
     arrays = made(device, torch.float64, ((2, 4, 4, 5), (2, 6, 2, 5), (2, 6, 2, 3)))
-    assert torch.autograd.gradcheck(lambda *x: attention(*x, return_lse=return_lse, **options), arrays)
+    some_order = device == "cuda" and "deterministic" not in options  # of the sums
+    assert torch.autograd.gradcheck(lambda *x: attention(*x, return_lse=return_lse, **options), arrays, nondet_tol=1e-12 if some_order else 0.0)
 
 
 def test_gradcheck_of_rows_without_keys():

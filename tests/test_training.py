@@ -178,6 +178,19 @@ def test_gpt_in_jax(platform, dtype):
         assert_same_curve(jax_curve(attend, dtype), jax_curve(jax_dense, dtype), dtype)
 
 
+def test_attention_of_other_libraries_is_forward():
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 9, 4, 16), np.float32)
+    options = {"scale": 0.3, "causal": "top_left", "window": (3, 1)}
+    got, want = (attend(q, k, v, return_lse=True, **options) for attend in (numbaflash.attention, numbaflash.forward))
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(numbaflash.attention(q, k, v, deterministic=True), numbaflash.forward(q, k, v))
+    with pytest.raises(TypeError, match="deterministic must be True or False; got 1"):
+        numbaflash.attention(q, k, v, deterministic=1)
+    with pytest.raises(TypeError, match="k must be an array"):
+        numbaflash.attention(q, [1.0], v)
+
+
 @pytest.fixture(scope="module")
 def example():
     spec = importlib.util.spec_from_file_location("train_numpy", ROOT / "docs" / "examples" / "train_numpy.py")
