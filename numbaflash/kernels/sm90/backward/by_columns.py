@@ -12,7 +12,7 @@ from collections import namedtuple
 from numba import cuda
 from numba.cuda.types import UniTuple, int32, uint64
 
-from ....ptx import bulk, fragment, mbarrier, pipeline, tma, warp, wgmma
+from ....ptx import fragment, mbarrier, pipeline, tma, warp, wgmma
 from ....ptx.straight import straight_line
 from ...bands import KeyBand
 from .config import BackwardConfig, SharedMemory
@@ -20,7 +20,7 @@ from .config import BackwardConfig, SharedMemory
 inline = cuda.jit(device=True, inline="always")
 
 ALL = 1  # named barrier of all consumers
-OWN = 8  # of the first consumer; one a consumer
+MAY_ADD, ADDED = 2, 5  # of the first consumer, shared with the warp that keeps its turns
 
 Consumer = namedtuple("Consumer", "w thread lane limits k v q_half dout_half pds first_query k_part q_part dout_part columns scale_log2")
 """What a step needs beside its state: descriptors, addresses, and the queries that the thread's keys are seen by."""
@@ -29,7 +29,7 @@ plus = straight_line(int32, (int32,) * 2, lambda ops, a, b: a + b)
 
 
 def consumers(config: BackwardConfig, memory: SharedMemory):
-    """(prepare, masked step, plain step, zeros of dK, zeros of dV, leave) for `kernel`."""
+    """(prepare, masked step, plain step, settle, zeros of dK, zeros of dV, leave) for `kernel`."""
     q_block, kv_tile, count, parts = config.q_block, config.kv_tile, config.consumers, config.parts
     half, d_part, dv_part = q_block // count, config.part_columns, config.part_columns_v
     with_dq, with_dk, with_dv, with_ds, deterministic = config.with_dq, config.with_dk, config.with_dv, config.with_ds, config.deterministic
@@ -66,8 +66,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     values_at, pds_slot = pipeline.slot(memory.row_bytes), pipeline.slot(memory.ds_bytes)
 
     # Index arithmetic.
-    band = KeyBand(kv_tile, q_block, config.left, config.right)
-    limits_of_keys, turn_of = band.limits(), band.turn(config.last_keys_first)
+    limits_of_keys = KeyBand(kv_tile, q_block, config.left, config.right).limits()
 
     def place_of_thread(ops, tid, warpgroup, n):
         """(consumer, thread in it, lane, first of its two keys, its first query of a block, its first column there)."""
@@ -87,13 +86,12 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
             column * 4,
         ]
 
-    def part_at(ops, sums, turns, part, block):
-        number = ops.wide(block) * parts + ops.wide(part)
-        return [sums + number * memory.part_bytes, turns + number * 4]
+    def part_at(ops, sums, part, block):
+        return sums + (ops.wide(block) * parts + ops.wide(part)) * memory.part_bytes
 
     place_of_thread = straight_line(UniTuple(int32, 6), (int32,) * 3, place_of_thread)
     places_of_consumer = straight_line(UniTuple(int32, 6), (int32,) * 5, places_of_consumer)
-    part_at = straight_line(UniTuple(uint64, 2), (uint64, uint64, int32, int32), part_at)
+    part_at = straight_line(uint64, (uint64, int32, int32), part_at)
     own_panels = straight_line(int32, (int32,) * 2, lambda ops, address, consumer: address + consumer * (d_part // 64 * kv_panel_bytes))
     own_v_panels = straight_line(int32, (int32,) * 2, lambda ops, address, consumer: address + consumer * (dv_part // 64 * kv_panel_bytes))
     first_key = straight_line(int32, (int32,), lambda ops, n: n * kv_tile)
@@ -108,15 +106,23 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
             s_ds, first_query, k_part_operand(k_part, only()), q_part, dout_part, columns, scale_log2,
         )  # fmt: skip
 
+    @inline
+    def settle(my):
+        """Tell the warp that keeps the turns that all additions of the last block have arrived."""
+        cuda.threadfence()
+        warp.barrier_arrive(plus(my.w, ADDED), 160)
+
     def make_step(masked):
         @inline
-        def step(dk, dv, place, m, before, n, kv_tiles, bounds, ring, out, my):
+        def step(dk, dv, place, m, first, before, ring, sums, my):
             """A block of queries."""
             pipeline.wait(ring.q_full, place)
             s = scores(my.k, q_operand(my.q_half, place))
             pipeline.wait(ring.dout_full, place)
             if with_ds:
                 dp = value_scores(my.v, dout_operand(my.dout_half, place))
+            if deterministic and m > first:
+                settle(my)  # only now, so that these products hide how long the additions of the block before take to arrive
             p = probabilities(wait_scores(s), plus(values_at(ring.shifts, place), my.columns), my.scale_log2)
             if masked:
                 p = mask(p, m, my.limits)
@@ -144,17 +150,9 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
             pipeline.release(ring.q_empty, place, my.lane)
             if with_dq:
                 dq = wait_dq(dq)
-                target, counter = part_at(out.sums, out.turns, my.w, plus(before, m))
                 if deterministic:
-                    if my.thread == 0:
-                        bulk.wait_turn(counter, turn_of(n, m, bounds, kv_tiles))
-                    warp.barrier_sync(plus(my.w, OWN), 128)
-                add_part(dq, target, my.thread)
-                if deterministic:
-                    cuda.threadfence()
-                    warp.barrier_sync(plus(my.w, OWN), 128)
-                    if my.thread == 0:
-                        bulk.end_turn(counter)
+                    warp.barrier_sync(plus(my.w, MAY_ADD), 160)
+                add_part(dq, part_at(sums, my.w, plus(before, m)), my.thread)
             return dk, dv, advance(place)
 
         return step
@@ -178,4 +176,4 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
             tma.wait_stores_read()
             mbarrier.arrive(kv_empty)
 
-    return prepare, make_step(True), make_step(False), fragment.zeros(d_part), fragment.zeros(dv_part), leave
+    return prepare, make_step(True), make_step(False), settle, fragment.zeros(d_part), fragment.zeros(dv_part), leave

@@ -31,7 +31,7 @@ plus = straight_line(int32, (int32,) * 2, lambda ops, a, b: a + b)
 
 
 def consumers(config: BackwardConfig, memory: SharedMemory):
-    """(prepare, masked step, plain step, zeros of dK, zeros of dV, leave) for `kernel`."""
+    """(prepare, masked step, plain step, settle, zeros of dK, zeros of dV, leave) for `kernel`."""
     q_block, kv_tile, count, parts, part_columns = config.q_block, config.kv_tile, config.consumers, config.parts, config.part_columns
     d, dv_columns = config.padded_head_dim, config.padded_head_dim_v
     with_dq, with_dk, with_dv, with_ds = config.with_dq, config.with_dk, config.with_dv, config.with_ds
@@ -99,7 +99,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
 
     def make_step(masked):
         @inline
-        def step(dk, dv, place, m, before, n, kv_tiles, bounds, ring, out, my):
+        def step(dk, dv, place, m, first, before, ring, sums, my):
             """A block of queries."""
             pipeline.wait(ring.q_full, place)
             s = scores(my.k, q_operand(ring.q, place))
@@ -145,6 +145,10 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
         return step
 
     @inline
+    def settle(my):
+        """Nothing is owed after a step: the warps that send dQ away keep the turns."""
+
+    @inline
     def leave(dk, dv, n, kv_head, batch, dk_map, dv_map, s_k, s_v, kv_empty, scale_of_dk, my):
         """dK and dV leave through the shared memory of this consumer's rows of K and V, whose last use is over."""
         warp.barrier_sync(ALL, 128 * count)
@@ -163,4 +167,4 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
             tma.wait_stores_read()
             mbarrier.arrive(kv_empty)
 
-    return prepare, make_step(True), make_step(False), fragment.zeros(d), fragment.zeros(dv_columns), leave
+    return prepare, make_step(True), make_step(False), settle, fragment.zeros(d), fragment.zeros(dv_columns), leave

@@ -24,15 +24,12 @@ from ...schedule import heads_of, tile_of_turn
 from . import by_columns, by_keys
 from .config import BackwardConfig, SharedMemory
 
-# Named barriers; 0 is the whole block's.
-DQ_FULL = 2  # of the first consumer; one a consumer, with the warp that sends its part of dQ away
-DQ_EMPTY = 5
+# Named barriers, one a consumer and the warp of the producer warpgroup that goes with it; 0 is the whole block's.
+DQ_FULL, DQ_EMPTY = by_keys.DQ_FULL, by_keys.DQ_EMPTY
+MAY_ADD, ADDED = by_columns.MAY_ADD, by_columns.ADDED
 
 Ring = namedtuple("Ring", "q dout shifts deltas q_full q_empty dout_full dout_empty")
 """Addresses of the first stages of Q, dO and what goes with their rows, and of their barriers."""
-
-Sums = namedtuple("Sums", "sums turns")
-"""Addresses of the float32 sums of dQ and of the counters that order what is added to them."""
 
 zero = straight_line(int32, (), lambda ops: ops.integer(0))
 following = straight_line(int32, (int32,), lambda ops, n: n + 1)
@@ -48,7 +45,7 @@ def build(config: BackwardConfig) -> KernelSource:
     with_dq, with_ds, deterministic, has_left = config.with_dq, config.with_ds, config.deterministic, config.left
     memory = SharedMemory.of(config)
     work = (by_columns if config.columns_apart else by_keys).consumers(config, memory)
-    prepare, masked_step, plain_step, zero_dk, zero_dv, leave = work
+    prepare, masked_step, plain_step, settle, zero_dk, zero_dv, leave = work
     band = KeyBand(kv_tile, q_block, config.left, config.right)
 
     load_k, load_v = (tma.load_panels(4, n, memory.kv_panel_bytes) for n in (memory.loaded_qk_panels, memory.loaded_v_panels))
@@ -57,7 +54,7 @@ def build(config: BackwardConfig) -> KernelSource:
     load_row, add_part = bulk.load(memory.row_bytes), bulk.add(memory.part_bytes)
     start, start_producer, advance, kv_advance = pipeline.start(0), pipeline.start(1), pipeline.advance(stages), pipeline.advance(1)
     fewer_registers, more_registers = warp.decrease_registers(config.registers[0]), warp.increase_registers(config.registers[1])
-    send_by_bulk = with_dq and not config.columns_apart
+    send_by_bulk, keep_turns = with_dq and not config.columns_apart, deterministic and config.columns_apart
 
     barriers = [memory.barriers + 8 * n for n in (0, 1, *(2 + stages * n for n in range(4)))]
     addresses = shared.addresses(memory.k, memory.v, memory.q, memory.dout, memory.ds, memory.dq, memory.shifts, memory.deltas, *barriers)
@@ -171,10 +168,12 @@ def build(config: BackwardConfig) -> KernelSource:
                         m = first
                         while m < end:
                             target, counter = part_at(sums, turns, part, plus(before, m))
+                            if deterministic:
+                                if warp.elect() != 0:
+                                    bulk.wait_turn(counter, turn_of(n, m, bounds, kv_tiles))
+                                cuda.syncwarp()
                             warp.barrier_sync(ready, 160)
                             if warp.elect() != 0:
-                                if deterministic:
-                                    bulk.wait_turn(counter, turn_of(n, m, bounds, kv_tiles))
                                 add_part(target, source)
                                 tma.wait_stores_read()
                             cuda.syncwarp()
@@ -188,10 +187,34 @@ def build(config: BackwardConfig) -> KernelSource:
                     tile = tile_of_turn(turn, block, blocks)
                 if warp.elect() != 0:
                     bulk.wait_done()
+            elif keep_turns and role <= parts:  # ---------------------------------------------------- whose turn it is
+                part = preceding(role)
+                may_add, added = plus(part, MAY_ADD), plus(part, ADDED)
+                while tile < tiles:
+                    n, column = order(tile, kv_tiles, columns, section)
+                    batch, kv_head, _ = heads_of(column, kv_heads, 1)
+                    first, _, _, end = blocks_of_tile(n, bounds)
+                    member = zero()
+                    while member < group:
+                        before = blocks_before(batch, head_of(kv_head, group, member), heads, q_blocks)
+                        m = first
+                        while m < end:
+                            _, counter = part_at(sums, turns, part, plus(before, m))
+                            if warp.elect() != 0:
+                                bulk.wait_turn(counter, turn_of(n, m, bounds, kv_tiles))
+                            cuda.syncwarp()
+                            warp.barrier_sync(may_add, 160)
+                            warp.barrier_sync(added, 160)
+                            if warp.elect() != 0:
+                                bulk.end_turn(counter)
+                            cuda.syncwarp()
+                            m = following(m)
+                        member = following(member)
+                    turn = following(turn)
+                    tile = tile_of_turn(turn, block, blocks)
         else:  # ------------------------------------------------------------------------------------ consumers
             more_registers()
             ring = Ring(s_q, s_dout, s_shifts, s_deltas, q_full, q_empty, dout_full, dout_empty)
-            out = Sums(sums, turns)
             place = start()
             kv_place = start()
             while tile < tiles:
@@ -208,15 +231,17 @@ def build(config: BackwardConfig) -> KernelSource:
                     before = blocks_before(batch, head_of(kv_head, group, member), heads, q_blocks)
                     m = first
                     while m < plain_first:
-                        dk, dv, place = masked_step(dk, dv, place, m, before, n, kv_tiles, bounds, ring, out, my)
+                        dk, dv, place = masked_step(dk, dv, place, m, first, before, ring, sums, my)
                         m = following(m)
                     while m < plain_end:
-                        dk, dv, place = plain_step(dk, dv, place, m, before, n, kv_tiles, bounds, ring, out, my)
+                        dk, dv, place = plain_step(dk, dv, place, m, first, before, ring, sums, my)
                         m = following(m)
                     if has_left:
                         while m < end:
-                            dk, dv, place = masked_step(dk, dv, place, m, before, n, kv_tiles, bounds, ring, out, my)
+                            dk, dv, place = masked_step(dk, dv, place, m, first, before, ring, sums, my)
                             m = following(m)
+                    if keep_turns and first < end:
+                        settle(my)
                     member = following(member)
                 leave(dk, dv, n, kv_head, batch, dk_map, dv_map, s_k, s_v, kv_empty, scale_of_dk, my)
                 turn = following(turn)
