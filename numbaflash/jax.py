@@ -431,10 +431,11 @@ def _run_backward(options, arguments, results, platform, index, stream, execute)
     operands = dict(zip(BACKWARD_OPERANDS, arguments, strict=False)) | {f"d{name}": buffer for name, buffer in zip(needs, results, strict=False)}
     addresses = {name: buffer.data for name, buffer in operands.items()}
 
+    shapes = tuple(_folded(_shape(buffer)) for buffer in primals)
+    if 0 in shapes[0]:  # vmap over nothing
+        return
     parts, steps = 1, {}
-    launch, needed = _backward_launch(
-        options, tuple(_folded(_shape(buffer)) for buffer in primals), dtypes, platform, index, _alignment(addresses.values())
-    )
+    launch, needed = _backward_launch(options, shapes, dtypes, platform, index, _alignment(addresses.values()))
     if platform != "cpu" and needed and needed + WORKSPACE_ALIGNMENT > _size(room):
         # Under vmap the room is that of the parts together, which need not do for all of them as one: then one after the other.
         parts = math.prod(_shape(primals[0])[:-4])
