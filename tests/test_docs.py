@@ -111,6 +111,47 @@ def test_support_table_is_what_the_families_say(page):
     assert found[1].strip() == markdown(), "run: python docs/tables.py"
 
 
+def documented_workspaces():
+    """The functions of docs/numerics.md."""
+    names = {}
+    exec(next(example.code for example in examples(ROOT / "docs" / "numerics.md") if "def sm90_workspace" in example.code), names)
+    return names["sm90_workspace"], names["simt_workspace"]
+
+
+@pytest.mark.parametrize("family, dtype", [("sm90", "bfloat16"), ("simt", "float16"), ("simt", "float64")])
+@pytest.mark.parametrize("dims", [(8, 8), (64, 64), (64, 128), (96, 64), (128, 256), (256, 64)])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_workspace_formulas(family, dtype, dims, deterministic):
+    from numbaflash import dispatch, support
+    from numbaflash.arrays import contiguous_strides
+    from numbaflash.problem import ITEMSIZE, make_problem
+
+    sm90_workspace, simt_workspace = documented_workspaces()
+    head_dim, head_dim_v = dims
+    for seqlen in (100, 4096):
+        problem = make_problem((3, seqlen, 4, head_dim), (3, seqlen, 2, head_dim), (3, seqlen, 2, head_dim_v), (dtype,) * 3)
+
+        def layout(shape, itemsize=ITEMSIZE[dtype]):
+            return dispatch.Layout(shape, contiguous_strides(shape, itemsize))
+
+        layouts = dispatch.BackwardLayouts(
+            **{name: layout(getattr(problem, f"{name[-1]}_shape")) for name in ("q", "k", "v", "dq", "dk", "dv")},
+            dout=layout(problem.out_shape),
+            out=layout(problem.out_shape),
+            lse=layout(problem.lse_shape, ITEMSIZE[problem.lse_dtype]),
+        )
+        with dispatch.use_family(family):
+            plan = dispatch.make_backward_plan(problem, layouts, support.assumed_device("sm_90"), deterministic)
+        sizes = (problem.batch, problem.heads, seqlen)
+        if family == "sm90":
+            expected = sm90_workspace(*sizes, *dims, deterministic)
+        else:
+            config = plan.config
+            in_turn = deterministic and seqlen > config.kv_tile
+            expected = simt_workspace(*sizes, 8 if dtype == "float64" else 4, config.q_tile, config.dim, in_turn)
+        assert plan.workspace_bytes == expected
+
+
 def test_links_between_pages():
     for page in PAGES:
         for target in re.findall(r"\]\((?!https?:|#|mailto:)([^)#]+)", page.read_text(encoding="utf-8")):
