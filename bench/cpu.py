@@ -17,7 +17,7 @@ from statistics import median, quantiles
 
 from . import records, table
 from .accuracy import WRONG, Sample
-from .cells import DTYPES, forward_flops, problem_fields
+from .cells import DTYPES, backward_flops, forward_flops, problem_fields
 from .progress import Progress, colour_wanted
 
 METHOD = "wall time of a call, results allocated; libraries interleaved, order rotated"
@@ -206,11 +206,6 @@ def torch_gradients(out, leaves, dout):
     return torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
 
-def backward_flops(problem) -> int:
-    """Floating-point operations of the gradients: the five products of each visible pair."""
-    return problem.batch * problem.heads * problem.visible_pairs * 2 * (3 * problem.head_dim + 2 * problem.head_dim_v)
-
-
 def judge_gradients(cell, q, k, v, dout, ours, theirs):
     """(largest error in units of its tolerance, what is wrong or None) of the first and the last key/value head, against float64.
 
@@ -279,7 +274,7 @@ def main(arguments=None) -> int:
         return 130
     finally:
         progress.close()
-    print(table.forward_table(run.records, metric="ms", colour=colour_wanted()))
+    print(table.cell_table(run.records, metric="ms", colour=colour_wanted()))
     print(f"\n{table.summary(run.records)}\n{path}")
     for line in wrong:
         print(line, file=sys.stderr)

@@ -23,8 +23,8 @@ from numbaflash.testing import accuracy as rule
 
 from . import records, table, timing
 from .accuracy import ROWS, WRONG
-from .cells import Cell, grid
-from .cpu import DIRECTIONS, backward_flops
+from .cells import Cell, backward_flops, grid
+from .cpu import DIRECTIONS
 from .gpu import refuse
 from .latency import CupyMemory, dense_cupy
 from .peers import Dense, one_line
@@ -425,7 +425,7 @@ def main(arguments=None) -> int:
         return 130
     finally:
         progress.close()
-    print(table.forward_table(run.records, colour=colour_wanted()))
+    print(table.cell_table(run.records, colour=colour_wanted()))
     print("\n" + memory_table(run.records))
     print(f"\n{path}")
     return int(any(r["ms"] is None for r in run.records if r["library"] == table.OURS))
