@@ -459,4 +459,12 @@ def build(kernel: Kernel):
                 differentiate(args, at, item, work)
                 item = next_item(counter)
 
-    return SimpleNamespace(thread=thread, compute_scores=compute_scores, add_products=add_products, add_query_gradients=add_query_gradients)
+    return SimpleNamespace(
+        thread=thread,
+        pack=pack,
+        to_panel=to_panel,
+        compute_scores=compute_scores,
+        compute_gradients=compute_gradients,
+        add_products=add_products,
+        add_query_gradients=add_query_gradients,
+    )
