@@ -12,11 +12,12 @@ from ..config import UNITS, Elements, round_up, rows_in_vectors, shared_limit
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What a block holds: ``kv_tile`` keys for good, ``q_tile`` queries at a time."""
+    """What a block holds: ``kv_tile`` keys for good, ``q_tile`` queries at a time; p and ds in ``buffers`` places, two or one."""
 
     warps: int
     q_tile: int
     kv_tile: int
+    buffers: int = 2
     min_blocks: int = 1
 
 
@@ -59,7 +60,7 @@ class Config(Elements):
         Head dims as shared memory and registers hold them, zeros beyond the arrays' own.
     depth, depth_v : int
         Head dims in whole turns of the inner loops: what the scores are summed over.
-    warps, warp_size, lanes_m, q_tile, kv_tile, min_blocks : int
+    warps, warp_size, lanes_m, q_tile, kv_tile, buffers, min_blocks : int
         As in `Tile`; the lanes of a warp form a grid of ``lanes_m`` rows. ``warp_size`` is 32, or less in the simulator.
     vectors : bool
         Rows of q, v and dout are read in units of `vector` elements; otherwise element by element, whatever the strides.
@@ -86,6 +87,7 @@ class Config(Elements):
     lanes_m: int
     q_tile: int
     kv_tile: int
+    buffers: int
     min_blocks: int
     vectors: bool
     result_vectors: bool
@@ -156,15 +158,18 @@ class Config(Elements):
 
 
 def _shared_elements(tile, dim, dim_v):
-    """Tiles of k and v, q and dout, p and ds."""
-    return (tile.kv_tile + tile.q_tile) * (dim + dim_v) + 2 * tile.q_tile * tile.kv_tile
+    """Of tiles of k and v, q and dout, p and ds."""
+    return (tile.kv_tile + tile.q_tile) * (dim + dim_v) + tile.buffers * tile.q_tile * tile.kv_tile
 
 
 # (largest head dim, tile), the preferred one first.
 #
-# Accumulators of dk and dv take kv_tile * (D + Dv) registers of the block, and stay; scores and their gradients, or a tile of
-# dq, come and go beside them. Two blocks a multiprocessor, because each meets three barriers a tile.
+# Accumulators of dk and dv take kv_tile * (D + Dv) registers of the block, and stay; scores, their gradients, or a tile of dq come
+# and go beside them. What a lane does of a product is bound by reads of shared memory as in the forward (see `simt.config`), so one
+# block of large tiles a multiprocessor comes first, then two of smaller ones.
 _FLOAT32_TILES = (
+    (64, Tile(warps=8, q_tile=128, kv_tile=128, buffers=1)),  # 64 accumulators, scores 8 x 8, 8 x 4 the others; 192 KiB at D = 64
+    (128, Tile(warps=8, q_tile=64, kv_tile=128, buffers=1)),  # 128 accumulators, 8 x 8, 8 x 4 the others; 224 KiB at D = 128
     (64, Tile(warps=4, q_tile=64, kv_tile=64, min_blocks=2)),  # 64 accumulators, 8 x 4 a product; 96 KiB at D = 64
     (128, Tile(warps=4, q_tile=32, kv_tile=64, min_blocks=2)),  # 128 accumulators, 8 x 8, scores 4 x 4; 112 KiB at D = 128
     (256, Tile(warps=8, q_tile=32, kv_tile=64)),  # 128 accumulators; 208 KiB at D = 256
@@ -185,7 +190,7 @@ _FLOAT64_TILES = (
     (256, Tile(warps=4, q_tile=4, kv_tile=8)),  # 48.5 KiB at D = 256
 )
 _SMALLEST_GOOD = 32  # keys of a tile; smaller ones are only for want of shared memory
-_SIMULATOR_TILE = Tile(warps=2, q_tile=8, kv_tile=8)
+_SIMULATOR_TILE = Tile(warps=2, q_tile=8, kv_tile=8, buffers=1)
 _SIMULATOR_WARP = 8
 
 
@@ -244,6 +249,7 @@ def config_of_tile(tile: Tile, problem: Problem, layouts: BackwardLayouts, devic
         lanes_m=4 if warp_size == 32 else 2,
         q_tile=tile.q_tile,
         kv_tile=tile.kv_tile,
+        buffers=tile.buffers,
         min_blocks=tile.min_blocks,
         vectors=all(rows_in_vectors(layout, itemsize, vector) for layout in (layouts.q, layouts.v, layouts.dout)),
         result_vectors=all(rows_in_vectors(layout, itemsize, vector) for layout in results),

@@ -5,9 +5,11 @@ FlashAttention-2, keys outside, queries inside).
 
     k tile (scaled), v tile -> shared memory
     for each query head of the group, for each tile of queries that sees some key of the tile:
-        p = exp(q k^T - lse), ds = p * (dout v^T - delta)    registers -> shared memory
-        dv += p^T dout, dk += ds^T q                         registers
-        dq += ds k                                           added up in the workspace; q and dout of the next tile arrive meanwhile
+        p = exp(q k^T - lse)          registers -> shared memory
+        dv += p^T dout                registers
+        ds = p * (dout v^T - delta)   registers -> shared memory
+        dk += ds^T q                  registers
+        dq += ds k                    added up in the workspace; q and dout of the next tile arrive meanwhile
     dk, dv -> results
 
 dk and dv of a group are thus summed in registers. Blocks of other keys add to the same dq: in any order, or each in its turn.
@@ -41,7 +43,7 @@ def build(config: Config) -> KernelSource:
     copy_dout = shared_tiles.copy_tile(config, config.q_tile, config.dim_v, config.q_mask)
     zero_scores, zero_dq, zero_dk, zero_dv = (shared_tiles.zeros(kind, config) for kind in (t.scores, t.dq, t.dk, t.dv))
     add_qk, add_dout_v = (shared_tiles.add_dots(config, config.scores, dim) for dim in (config.dim, config.dim_v))
-    hide, store_scores = tiles.hide(config), shared_tiles.store_p(config, config.scores)
+    hide, store_scores, load_scores = tiles.hide(config), shared_tiles.store_p(config, config.scores), tiles.load_scores(config)
     is_finite = shared_tiles.is_finite(config)
     load_lse, load_delta = tiles.load_lse(config), tiles.load_delta(config)
     softmax, softmax_gradient = tiles.softmax(config), tiles.softmax_gradient(config)
@@ -63,13 +65,13 @@ def build(config: Config) -> KernelSource:
     q_base = v_base + kv_tile * dim_v
     dout_base = q_base + q_tile * dim
     p_base = dout_base + q_tile * dim_v
-    ds_base = p_base + q_tile * kv_tile
+    ds_base = p_base + (config.buffers - 1) * q_tile * kv_tile
     k_width, v_width, q_width = (
         shared_tiles.element_copy_width(config),
         shared_tiles.copy_width(config, kv_tile),
         shared_tiles.copy_width(config, q_tile),
     )
-    asynchronous, ordered = config.asynchronous, config.ordered
+    asynchronous, ordered, one_buffer = config.asynchronous, config.ordered, config.buffers == 1
     with_dq, with_dk, with_dv, with_ds = config.with_dq, config.with_dk, config.with_dv, config.with_ds
     bounded_left, bounded_right = config.bounded_left, config.bounded_right
     bounded = bounded_left or bounded_right
@@ -173,30 +175,18 @@ def build(config: Config) -> KernelSource:
             first, last = int32(first_q + band_first - first_k), int32(first_q + band_last - first_k)  # of the tile's first query
             if border:
                 p = hide(p, first + s_query - s_key, last + s_query - s_key, seqlen_k - first_k - s_key, seqlen_q - first_q - s_query)
-            if with_dv:
-                store_scores(memory, p_base + s_query * kv_tile, s_key, q_swizzle, p)
-            if with_ds:
-                ds = zero_scores()
-                c = int32(0)
-                while c < depth_v:
-                    ds = add_dout_v(ds, memory, dout_base + s_query * dim_v, v_base + s_key * dim_v, c ^ q_swizzle, c ^ k_swizzle)
-                    c = int32(c + step)
-                ds = softmax_gradient(p, ds, load_delta(delta, batch_head, first_q + s_query))
-                if border:
-                    ds = hide(ds, first + s_query - s_key, last + s_query - s_key, seqlen_k - first_k - s_key, seqlen_q - first_q - s_query)
-                store_scores(memory, ds_base + s_query * kv_tile, s_key, q_swizzle, ds)
-
-            thread = afresh(thread)
             plain = int32(1)
             if bounded and border:
                 c = int32(thread * vector)
                 while c < q_tile * (dim + dim_v):
                     plain &= is_finite(memory, q_base + c)
                     c = int32(c + threads * vector)
-                plain = int32(cuda.syncthreads_and(plain))  # p and ds are here
-            else:
-                cuda.syncthreads()  # p and ds are here
+                plain = int32(cuda.syncthreads_and(plain))
+
             if with_dv:
+                store_scores(memory, p_base + s_query * kv_tile, s_key, q_swizzle, p)
+                cuda.syncthreads()  # p is here
+                thread = afresh(thread)
                 dv_key, dv_column, _, _ = place_dv(thread)
                 c = int32(0)
                 if plain:
@@ -205,11 +195,30 @@ def build(config: Config) -> KernelSource:
                         c = int32(c + step)
                 else:
                     while c < q_tile:
-                        dv = add_dv_seen(
-                            dv, memory, p_base + c * kv_tile, dv_key, dout_base + c * dim_v, dv_column, dv_key - last - c, dv_key - first - c
-                        )
+                        seeing, seen = dv_key - last - c, dv_key - first - c
+                        dv = add_dv_seen(dv, memory, p_base + c * kv_tile, dv_key, dout_base + c * dim_v, dv_column, seeing, seen)
                         c = int32(c + lanes_m)
+
+            if with_ds:
+                thread = afresh(thread)
+                s_query, s_key, q_swizzle, k_swizzle = place_scores(thread)
+                ds = zero_scores()
+                c = int32(0)
+                while c < depth_v:
+                    ds = add_dout_v(ds, memory, dout_base + s_query * dim_v, v_base + s_key * dim_v, c ^ q_swizzle, c ^ k_swizzle)
+                    c = int32(c + step)
+                if with_dv:
+                    p = load_scores(memory, p_base + s_query * kv_tile, s_key, q_swizzle)
+                ds = softmax_gradient(p, ds, load_delta(delta, batch_head, first_q + s_query))
+                if border:
+                    ds = hide(ds, first + s_query - s_key, last + s_query - s_key, seqlen_k - first_k - s_key, seqlen_q - first_q - s_query)
+                if one_buffer and with_dv:
+                    cuda.syncthreads()  # nobody reads p any more
+                store_scores(memory, ds_base + s_query * kv_tile, s_key, q_swizzle, ds)
+                cuda.syncthreads()  # ds is here
+
             if with_dk:
+                thread = afresh(thread)
                 dk_key, dk_column, _, _ = place_dk(thread)
                 c = int32(0)
                 if plain:
@@ -218,9 +227,8 @@ def build(config: Config) -> KernelSource:
                         c = int32(c + step)
                 else:
                     while c < q_tile:
-                        dk = add_dk_seen(
-                            dk, memory, ds_base + c * kv_tile, dk_key, q_base + c * dim, dk_column, dk_key - last - c, dk_key - first - c
-                        )
+                        seeing, seen = dk_key - last - c, dk_key - first - c
+                        dk = add_dk_seen(dk, memory, ds_base + c * kv_tile, dk_key, q_base + c * dim, dk_column, seeing, seen)
                         c = int32(c + lanes_m)
 
             if ordered and thread == 0:

@@ -140,6 +140,21 @@ def softmax_gradient(config: Config):
     return straight_line(t.scores, (t.scores, t.scores, t.row), body)
 
 
+def load_scores(config: Config):
+    """``f(memory, row_index, column, swizzle) -> scores``: what `simt.tiles.store_p` has stored."""
+    t, share = Types.of(config), config.scores
+
+    def body(ops, memory, row_index, column, swizzle):
+        scores = []
+        for i in range(share.rows):
+            for j in range(share.columns):
+                index = row_index + (column + j * config.lanes_n ^ swizzle)
+                scores += ops.load(memory, index, i * config.lanes_m * config.kv_tile, 1)
+        return scores
+
+    return straight_line(t.scores, (t.memory, I32, I32, I32), body)
+
+
 def hide(config: Config):
     """``f(scores, first, last, end, queries) -> scores``: 0 where the query does not see the key.
 
