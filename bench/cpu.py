@@ -141,8 +141,6 @@ class Run:
         if self.options.direction == "forward":
             calls = {table.OURS: lambda: numbaflash.forward(*ours, causal=cell.causal), "torch": lambda: self._torch(cell, q, k, v)}
             error, complaint = Sample(cell, *ours).judge(calls[table.OURS]())
-            plan = numbaflash.explain(*ours, causal=cell.causal).plan
-            facts = {"config": repr(plan.config), "grid": list(plan.grid), "threads": plan.threads}
         else:
             out, lse = numbaflash.forward(*ours, causal=cell.causal, return_lse=True)
             leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -153,8 +151,9 @@ class Run:
                 "torch": lambda: torch_gradients(peer_out, leaves, dout),
             }
             error, complaint = judge_gradients(cell, *operands, dout_rows, calls[table.OURS](), [x.transpose(1, 2) for x in calls["torch"]()])
-            facts = {}
-        return calls, {"error_per_tolerance": error, "family": "cpu", **facts}, complaint
+        plan = numbaflash.explain(*ours, causal=cell.causal, direction=self.options.direction).plan
+        facts = {"error_per_tolerance": error, "family": plan.family, "config": repr(plan.config), "grid": list(plan.grid), "threads": plan.threads}
+        return calls, facts, complaint
 
     @staticmethod
     def _torch(cell, q, k, v):
