@@ -46,5 +46,8 @@ def _wait_turn(builder, args, _):
 wait_turn = make_intrinsic(VOID, (U64, U32), _wait_turn)
 """``wait_turn(counter, turn)``: wait until a counter (int32) in global memory has come to a number, whoever counts it up."""
 
+take_ticket = instruction("atom.relaxed.gpu.global.add.u32 $0, [$1], 1;", U32, U64)
+"""``take_ticket(counter) -> number``: the counter (uint32) in global memory, which is counted up: each caller gets another number."""
+
 end_turn = instruction("fence.proxy.async; red.release.gpu.global.add.s32 [$0], 1;", VOID, U64)
 """Count up, with everything written before it visible to whoever sees the new number."""

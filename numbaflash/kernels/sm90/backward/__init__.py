@@ -16,7 +16,7 @@ from ....problem import ITEMSIZE, Problem, trim_keys
 from ... import sm90
 from ...sections import choose_section
 from ..tensor_maps import refusal, row_major, rows_map
-from .config import PART_ROWS, ROW_THREADS, BackwardConfig, SharedMemory, backward_config, q_blocks_of_tiles, visible_queries
+from .config import PART_ROWS, ROW_THREADS, TICKET_BYTES, BackwardConfig, SharedMemory, backward_config, q_blocks_of_tiles, visible_queries
 
 _BUILD = "numbaflash.kernels.sm90.backward."
 _ARCH = (9, 0, "a")
@@ -59,7 +59,7 @@ def plan(problem: Problem, layouts: BackwardLayouts, device: Device, determinist
         device,
         BackwardLayouts(**seen),
         config,
-        grid=(max(1, min(device.sm_count, tiles)),),
+        grid=(tiles if config.deterministic else max(1, min(device.sm_count, tiles)),),
         threads=config.threads,
         shared_bytes=SharedMemory.of(config).total,
         copies=copies,
@@ -85,7 +85,7 @@ class _Workspace:
         self.shifts = self._place(4 * self.blocks * config.q_block)
         self.deltas = self._place(4 * self.blocks * config.q_block if config.with_ds else 0)
         self.sums = self._place(self.blocks * self.parts * SharedMemory.of(config).part_bytes if config.with_dq else 0)
-        self.turns = self._place(4 * self.blocks * self.parts if config.deterministic else 0)
+        self.turns = self._place(TICKET_BYTES + 4 * self.blocks * self.parts) + TICKET_BYTES if config.deterministic else 0
 
     def _place(self, size):
         offset = self.size

@@ -29,7 +29,7 @@ plus = straight_line(int32, (int32,) * 2, lambda ops, a, b: a + b)
 
 
 def consumers(config: BackwardConfig, memory: SharedMemory):
-    """(prepare, masked step, plain step, settle, zeros of dK, zeros of dV, leave) for `kernel`."""
+    """(prepare, begin, masked step, plain step, finish, settle, zeros of dK, zeros of dV, leave) for `kernel`."""
     q_block, kv_tile, count, parts = config.q_block, config.kv_tile, config.consumers, config.parts
     half, d_part, dv_part = q_block // count, config.part_columns, config.part_columns_v
     with_dq, with_dk, with_dv, with_ds, deterministic = config.with_dq, config.with_dk, config.with_dv, config.with_ds, config.deterministic
@@ -54,6 +54,8 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     q_mn_operand, dout_mn_operand = wgmma.operand(memory.q_bytes, q_panel_bytes), wgmma.operand(memory.dout_bytes, q_panel_bytes)
     wait_scores, wait_value_scores = wgmma.wait(1 if with_ds else 0, half), wgmma.wait(0, half)
     wait_dv, wait_dk, wait_dq = wgmma.wait(with_dk + with_dq, dv_part), wgmma.wait(int(with_dq), d_part), wgmma.wait(0, d_part)
+    wait_scores_before_dk, wait_value_scores_before_dk = wgmma.wait(2, half), wgmma.wait(1, half)
+    wait_dv_before_dq, wait_dk_alone = wgmma.wait(1, dv_part), wgmma.wait(0, d_part)
     scale_dk = fragment.scale(d_part)
     probabilities, score_gradients = fragment.probabilities(half), fragment.score_gradients(half)
     mask = fragment.mask_band(half, True, config.left, 0.0, q_block)
@@ -112,6 +114,62 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
         cuda.threadfence()
         warp.barrier_arrive(plus(my.w, ADDED), 160)
 
+    @inline
+    def send(dq, m, before, sums, my):
+        """Add a part of dQ to the sum."""
+        if deterministic:
+            warp.barrier_sync(plus(my.w, MAY_ADD), 160)
+        add_part(dq, part_at(sums, my.w, plus(before, m)), my.thread)
+
+    # With overlap, dK is a block behind: its product runs while the probabilities of the next block are computed.
+
+    def make_overlapped_step(masked, is_first):
+        @inline
+        def step(dk, dv, place, m, first, before, ring, sums, my):
+            """A block of queries, but for dK, which is that of the block before it."""
+            last_place = place
+            if not is_first:
+                place = advance(place)
+            pipeline.wait(ring.q_full, place)
+            s = scores(my.k, q_operand(my.q_half, place))
+            pipeline.wait(ring.dout_full, place)
+            dp = value_scores(my.v, dout_operand(my.dout_half, place))
+            if not is_first:
+                dk = add_dk(dk, p_operand(second(my.pds), last_place), q_mn_operand(my.q_part, last_place))
+            if deterministic and not is_first:
+                settle(my)
+            s = wait_scores(s) if is_first else wait_scores_before_dk(s)
+            p = probabilities(s, plus(values_at(ring.shifts, place), my.columns), my.scale_log2)
+            if masked:
+                p = mask(p, m, my.limits)
+            pds = pds_slot(my.pds, place)
+            put_half(to_16bit(p), pds, my.thread, my.first_query)
+            dp = wait_value_scores(dp) if is_first else wait_value_scores_before_dk(dp)
+            ds = score_gradients(p, dp, plus(values_at(ring.deltas, place), my.columns))
+            if masked:
+                ds = mask(ds, m, my.limits)
+            put_half(to_16bit(ds), second(pds), my.thread, my.first_query)
+            tma.fence_async()
+            if not is_first:
+                dk = wait_dk_alone(dk)
+                pipeline.release(ring.q_empty, last_place, my.lane)
+            warp.barrier_sync(ALL, 128 * count)
+            dv = add_dv(dv, p_operand(my.pds, place), dout_mn_operand(my.dout_part, place))
+            dq = part_of_dq(p_operand(second(my.pds), place), my.k_part)
+            dv = wait_dv_before_dq(dv)
+            pipeline.release(ring.dout_empty, place, my.lane)
+            send(wait_dq(dq), m, before, sums, my)
+            return dk, dv, place
+
+        return step
+
+    @inline
+    def finish(dk, dv, place, m, first, before, ring, sums, my):
+        """dK of the last block of queries."""
+        dk = wait_dk_alone(add_dk(dk, p_operand(second(my.pds), place), q_mn_operand(my.q_part, place)))
+        pipeline.release(ring.q_empty, place, my.lane)
+        return dk, dv, advance(place)
+
     def make_step(masked):
         @inline
         def step(dk, dv, place, m, first, before, ring, sums, my):
@@ -149,10 +207,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
                 dk = wait_dk(dk)
             pipeline.release(ring.q_empty, place, my.lane)
             if with_dq:
-                dq = wait_dq(dq)
-                if deterministic:
-                    warp.barrier_sync(plus(my.w, MAY_ADD), 160)
-                add_part(dq, part_at(sums, my.w, plus(before, m)), my.thread)
+                send(wait_dq(dq), m, before, sums, my)
             return dk, dv, advance(place)
 
         return step
@@ -176,4 +231,8 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
             tma.wait_stores_read()
             mbarrier.arrive(kv_empty)
 
-    return prepare, make_step(True), make_step(False), settle, fragment.zeros(d_part), fragment.zeros(dv_part), leave
+    if config.overlap:
+        begin, masked_step, plain_step = (make_overlapped_step(*which) for which in ((True, True), (True, False), (False, False)))
+    else:
+        begin, masked_step, plain_step = None, make_step(True), make_step(False)
+    return prepare, begin, masked_step, plain_step, finish, settle, fragment.zeros(d_part), fragment.zeros(dv_part), leave

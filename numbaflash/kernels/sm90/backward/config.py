@@ -9,6 +9,7 @@ import numpy as np
 from ....problem import Problem
 from ..config import ALIGNMENT, ELEMENTS
 
+TICKET_BYTES = 256  # before the turns
 ROW_THREADS = 256  # of a block of the kernel that prepares the rows
 PART_ROWS = 64  # of dq that a consumer warpgroup computes in a step
 
@@ -34,6 +35,8 @@ class BackwardConfig:
         Whether the band is bounded there.
     with_dq, with_dk, with_dv : bool
         Gradients that somebody needs.
+    overlap : bool
+        The product for dK of a block of queries waits, to run beside the probabilities of the next block. Only where all gradients are needed.
     deterministic : bool
         Tiles add their parts of dq in the order of their keys.
     """
@@ -50,6 +53,7 @@ class BackwardConfig:
     with_dq: bool = True
     with_dk: bool = True
     with_dv: bool = True
+    overlap: bool = False
     deterministic: bool = False
 
     consumers = 2
@@ -123,6 +127,7 @@ class SharedMemory:
     shifts: int
     deltas: int
     barriers: int
+    ticket: int
     total: int
 
     @classmethod
@@ -145,10 +150,11 @@ class SharedMemory:
         shifts = dq + (config.consumers * part_bytes if staged else 0)
         deltas = shifts + config.stages * row_bytes
         barriers = deltas + config.stages * row_bytes
+        ticket = barriers + 8 * (2 + 4 * config.stages)
         return cls(
             loaded_qk, loaded_v, q_panel, kv_panel, q_bytes, dout_bytes, ds_bytes, part_bytes, row_bytes,
             k=0, v=v, q=q, dout=dout, ds=ds, dq=dq, shifts=shifts, deltas=deltas, barriers=barriers,
-            total=barriers + 8 * (2 + 4 * config.stages) + ALIGNMENT,
+            ticket=ticket, total=ticket + 16 + ALIGNMENT,
         )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from ... import schedule
 from ...bands import KeyBand
 from ...schedule import heads_of, tile_of_turn
 from . import by_columns, by_keys
-from .config import BackwardConfig, SharedMemory
+from .config import TICKET_BYTES, BackwardConfig, SharedMemory
 
 # Named barriers, one a consumer and the warp of the producer warpgroup that goes with it; 0 is the whole block's.
 DQ_FULL, DQ_EMPTY = by_keys.DQ_FULL, by_keys.DQ_EMPTY
@@ -45,7 +45,8 @@ def build(config: BackwardConfig) -> KernelSource:
     with_dq, with_ds, deterministic, has_left = config.with_dq, config.with_ds, config.deterministic, config.left
     memory = SharedMemory.of(config)
     work = (by_columns if config.columns_apart else by_keys).consumers(config, memory)
-    prepare, masked_step, plain_step, settle, zero_dk, zero_dv, leave = work
+    prepare, begin, masked_step, plain_step, finish, settle, zero_dk, zero_dv, leave = work
+    overlap = config.overlap
     band = KeyBand(kv_tile, q_block, config.left, config.right)
 
     load_k, load_v = (tma.load_panels(4, n, memory.kv_panel_bytes) for n in (memory.loaded_qk_panels, memory.loaded_v_panels))
@@ -58,6 +59,7 @@ def build(config: BackwardConfig) -> KernelSource:
 
     barriers = [memory.barriers + 8 * n for n in (0, 1, *(2 + stages * n for n in range(4)))]
     addresses = shared.addresses(memory.k, memory.v, memory.q, memory.dout, memory.ds, memory.dq, memory.shifts, memory.deltas, *barriers)
+    ticket_slot = shared.addresses(memory.ticket)
     init_kv_full, init_kv_empty = mbarrier.init_ring(1, 2 if with_ds else 1), mbarrier.init_ring(1, 1 if config.columns_apart else consumers)
     init_q_full, init_dout_full = mbarrier.init_ring(stages, 2), mbarrier.init_ring(stages, 2 if with_ds else 1)
     init_empty = mbarrier.init_ring(stages, 4 * consumers)
@@ -89,6 +91,7 @@ def build(config: BackwardConfig) -> KernelSource:
     head_of = straight_line(int32, (int32,) * 3, lambda ops, kv_head, group, member: kv_head * group + member)
     blocks_before = straight_line(int32, (int32,) * 4, lambda ops, batch, head, heads, q_blocks: (batch * heads + head) * q_blocks)
     staged_part = straight_line(int32, (int32,) * 2, lambda ops, s_dq, part: s_dq + part * memory.part_bytes)
+    ticket_at = straight_line(uint64, (uint64,), lambda ops, turns: turns - TICKET_BYTES)
     only = pipeline.start(0)
 
     def kernel(
@@ -108,8 +111,12 @@ def build(config: BackwardConfig) -> KernelSource:
             init_dout_full(dout_full)
             init_empty(dout_empty)
             mbarrier.fence_init()
+            if deterministic:
+                shared.store(ticket_slot()[0], bulk.take_ticket(ticket_at(turns)))
         cuda.syncthreads()
         block, blocks = cuda.blockIdx.x, cuda.gridDim.x
+        if deterministic:  # one tile a block, in the order in which blocks start: what a tile waits for has started before it
+            block = warp.shuffle_index(shared.load(ticket_slot()[0]), 0)
         turn = zero()
         tile = block
         if warpgroup == 0:
@@ -230,6 +237,9 @@ def build(config: BackwardConfig) -> KernelSource:
                 while member < group:
                     before = blocks_before(batch, head_of(kv_head, group, member), heads, q_blocks)
                     m = first
+                    if overlap and first < end:
+                        dk, dv, place = begin(dk, dv, place, m, first, before, ring, sums, my)
+                        m = following(m)
                     while m < plain_first:
                         dk, dv, place = masked_step(dk, dv, place, m, first, before, ring, sums, my)
                         m = following(m)
@@ -240,6 +250,8 @@ def build(config: BackwardConfig) -> KernelSource:
                         while m < end:
                             dk, dv, place = masked_step(dk, dv, place, m, first, before, ring, sums, my)
                             m = following(m)
+                    if overlap and first < end:
+                        dk, dv, place = finish(dk, dv, place, m, first, before, ring, sums, my)
                     if keep_turns and first < end:
                         settle(my)
                     member = following(member)

@@ -11,7 +11,7 @@ from numba.cuda.types import UniTuple, float32, int32, uint64, void
 from ....ptx import fragment, rows, shared, tma, warp
 from ....ptx.straight import straight_line
 from ....toolchain import KernelSource
-from .config import PART_ROWS, ROW_THREADS, BackwardConfig, SharedMemory
+from .config import PART_ROWS, ROW_THREADS, TICKET_BYTES, BackwardConfig, SharedMemory
 
 LOG2E = math.log2(math.e)
 
@@ -72,7 +72,8 @@ def build_rows(config: BackwardConfig) -> KernelSource:
         lambda ops, sums, tile, step, thread: sums + ops.wide(tile) * (parts * memory.part_bytes) + ops.wide((step * ROW_THREADS + thread) * 16),
     )
     turn_at = straight_line(uint64, (uint64, int32, int32), lambda ops, turns, tile, thread: turns + (ops.wide(tile) * parts + ops.wide(thread)) * 4)
-    clear_turn = straight_line(void, (uint64,), lambda ops, at: ops.store_at(at, ops.constant("float32", 0.0), at != 0))
+    ticket_at = straight_line(uint64, (uint64,), lambda ops, turns: turns - TICKET_BYTES)
+    clear = straight_line(void, (uint64,), lambda ops, at: ops.store_at(at, ops.constant("float32", 0.0), at != 0))
 
     def kernel(dout, out, lse, dlse, shifts, deltas, sums, turns, d0, d1, d2, o0, o1, o2, seqlen_q, heads, q_blocks):
         tile, thread = cuda.blockIdx.x, cuda.threadIdx.x
@@ -88,8 +89,11 @@ def build_rows(config: BackwardConfig) -> KernelSource:
         if with_dq:
             for step in range(sum_steps):
                 rows.zero(sum_at(sums, tile, step, thread))
-        if deterministic and thread < parts:
-            clear_turn(turn_at(turns, tile, thread))
+        if deterministic:
+            if thread < parts:
+                clear(turn_at(turns, tile, thread))
+            if tile == 0 and thread == 0:
+                clear(ticket_at(turns))
 
     no_product = straight_line(float32, (), lambda ops: ops.constant("float32", 0.0))
     signature = types.void(*[types.uint64] * 8, *[types.int64] * 6, *[types.int32] * 3)
