@@ -341,8 +341,8 @@ def test_compiled_gradients(name):
         if not request.build.endswith("gradients:build"):
             continue
         wanted = {"scores": config.scores.rows * config.scores.columns * config.step}
-        for gradient in ("dq", "dk", "dv"):
-            if getattr(config, f"with_{gradient}"):
+        for gradient, length in (("dq", config.kv_tile), ("dk", config.q_tile), ("dv", config.q_tile)):
+            if getattr(config, f"with_{gradient}") and length > 2 * config.step:  # else the compilers leave no loop
                 share = getattr(config, gradient)
                 wanted[gradient] = share.rows * share.columns * config.step
         plain = [loop for loop in loops if loop[multiply] and not loop["FSEL"] and not loop["FSETP"] and not loop["DSETP"]]
@@ -350,8 +350,8 @@ def test_compiled_gradients(name):
             found = [loop for loop in plain if loop[multiply] % count == 0]
             assert found, f"no loop of {count} {multiply} for {product} in {loops}"
             assert all((loop["LDS.128"] or loop["LDS"]) and not loop["LDL"] and not loop["STL"] for loop in found)
-            if (config.compute, config.kv_tile) == ("float32", 64):
-                least = 0.8 if config.scores.rows * config.scores.columns >= 16 else 0.6
+            if config.compute == "float32" and config.kv_tile >= 64:
+                least = 0.8 if config.scores.rows * config.scores.columns >= 16 else 0.65
                 share = max(loop[multiply] / loop.total() for loop in found)
                 assert share >= least, f"{product}: {multiply} is {share:.2f} of the instructions in {found}"
 
