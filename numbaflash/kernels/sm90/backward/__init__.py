@@ -134,7 +134,8 @@ def _parameters(plan, workspace):
     costs = tuple((q_blocks_of_tiles(problem, config) * problem.group + _TILE_COST).tolist())
     row_bytes = (problem.head_dim + problem.head_dim_v) * ITEMSIZE[dtype] + 4 * problem.head_dim
     head_bytes = problem.group * problem.seqlen_q * row_bytes
-    section = choose_section(costs if config.last_keys_first else costs[::-1], columns, plan.grid[0], head_bytes, _L2_BYTES)
+    blocks = min(plan.device.sm_count, len(costs) * columns)
+    section = choose_section(costs if config.last_keys_first else costs[::-1], columns, blocks, head_bytes, _L2_BYTES)
     integers = (
         problem.seqlen_q,
         problem.seqlen_k,

@@ -31,7 +31,7 @@ plus = straight_line(int32, (int32,) * 2, lambda ops, a, b: a + b)
 
 
 def consumers(config: BackwardConfig, memory: SharedMemory):
-    """(prepare, begin, masked step, plain step, finish, settle, zeros of dK, zeros of dV, leave) for `kernel`."""
+    """(prepare, begin, masked step, plain step, finish, settle, zeros of dK, zeros of dV, leave) for `kernel`; no begin and finish here."""
     q_block, kv_tile, count, parts, part_columns = config.q_block, config.kv_tile, config.consumers, config.parts, config.part_columns
     d, dv_columns = config.padded_head_dim, config.padded_head_dim_v
     with_dq, with_dk, with_dv, with_ds = config.with_dq, config.with_dk, config.with_dv, config.with_ds
@@ -58,11 +58,6 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     wait_dq_dv = wgmma.wait(before_dk, part_columns, dv_columns)
     wait_dv, wait_dq = wgmma.wait(before_dk, dv_columns), wgmma.wait(before_dk, part_columns)
     wait_dk, scale_dk = wgmma.wait(0, d), fragment.scale(d)
-    add_dk_shared = wgmma.product_shared(  # (64, d) += dS^T (64, q_block) Q
-        d, q_block, config.element, wgmma.k_major_steps(q_block, kv_panel_bytes), wgmma.mn_major_steps(q_block), b_transposed=True, accumulate=True
-    )
-    wait_scores_before_dk, wait_value_scores_before_dk = wgmma.wait(2, q_block), wgmma.wait(1, q_block, q_block)
-    wait_dk_before_dv, wait_dv_before_dq, wait_dq_alone = wgmma.wait(1, d), wgmma.wait(1, dv_columns), wgmma.wait(0, part_columns)
     probabilities, score_gradients = fragment.probabilities(q_block), fragment.score_gradients(q_block)
     mask = fragment.mask_band(q_block, True, config.left, 0.0)
     to_16bit, dk_to_16bit, dv_to_16bit = (fragment.to_16bit(n, config.element) for n in (q_block, d, dv_columns))
@@ -155,51 +150,6 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
             tma.fence_async()
             warp.barrier_arrive(my.part_ready, 160)
 
-    # With overlap, dK is a block behind: its product runs while the probabilities of the next block are computed.
-
-    def make_overlapped_step(masked, is_first):
-        @inline
-        def step(dk, dv, place, m, first, before, ring, sums, my):
-            """A block of queries, but for dK, which is that of the block before it."""
-            last_place = place
-            if not is_first:
-                place = advance(place)
-            pipeline.wait(ring.q_full, place)
-            s = scores(my.k, q_operand(ring.q, place))
-            pipeline.wait(ring.dout_full, place)
-            dp = value_scores(my.v, dout_operand(ring.dout, place))
-            if not is_first:
-                dk = add_dk_shared(dk, ds_operand(my.ds, last_place), q_mn_operand(ring.q, last_place))
-            s = wait_scores(s) if is_first else wait_scores_before_dk(s)
-            p = probabilities(s, plus(values_at(ring.shifts, place), my.columns), my.scale_log2)
-            if masked:
-                p = mask(p, m, my.limits)
-            dp, p = wait_value_scores(dp, p) if is_first else wait_value_scores_before_dk(dp, p)
-            dv = add_dv(dv, to_16bit(p), dout_mn_operand(ring.dout, place))
-            ds = score_gradients(p, dp, plus(values_at(ring.deltas, place), my.columns))
-            if masked:
-                ds = mask(ds, m, my.limits)
-            put_ds(to_16bit(ds), ds_slot(my.ds, place), my.thread)
-            tma.fence_async()
-            if not is_first:
-                dk = wait_dk_before_dv(dk)
-                pipeline.release(ring.q_empty, last_place, my.lane)
-            warp.barrier_sync(ALL, 128 * count)
-            dq = part_of_dq(ds_operand(my.ds_read, place), my.k_part)
-            dv = wait_dv_before_dq(dv)
-            pipeline.release(ring.dout_empty, place, my.lane)
-            send(wait_dq_alone(dq), my)
-            return dk, dv, place
-
-        return step
-
-    @inline
-    def finish(dk, dv, place, m, first, before, ring, sums, my):
-        """dK of the last block of queries."""
-        dk = wait_dk(add_dk_shared(dk, ds_operand(my.ds, place), q_mn_operand(ring.q, place)))
-        pipeline.release(ring.q_empty, place, my.lane)
-        return dk, dv, advance(place)
-
     @inline
     def settle(my):
         """Nothing is owed after a step: the warps that send dQ away keep the turns."""
@@ -223,8 +173,4 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
             tma.wait_stores_read()
             mbarrier.arrive(kv_empty)
 
-    if config.overlap:
-        begin, masked_step, plain_step = (make_overlapped_step(*which) for which in ((True, True), (True, False), (False, False)))
-    else:
-        begin, masked_step, plain_step = None, make_step(True), make_step(False)
-    return prepare, begin, masked_step, plain_step, finish, settle, fragment.zeros(d), fragment.zeros(dv_columns), leave
+    return prepare, None, make_step(True), make_step(False), None, settle, fragment.zeros(d), fragment.zeros(dv_columns), leave

@@ -35,8 +35,6 @@ class BackwardConfig:
         Whether the band is bounded there.
     with_dq, with_dk, with_dv : bool
         Gradients that somebody needs.
-    overlap : bool
-        The product for dK of a block of queries waits, to run beside the probabilities of the next block. Only where all gradients are needed.
     deterministic : bool
         Tiles add their parts of dq in the order of their keys.
     """
@@ -53,7 +51,6 @@ class BackwardConfig:
     with_dq: bool = True
     with_dk: bool = True
     with_dv: bool = True
-    overlap: bool = False
     deterministic: bool = False
 
     consumers = 2
@@ -62,6 +59,14 @@ class BackwardConfig:
     def columns_apart(self) -> bool:
         """The consumers share the tile's keys, and each has half of the columns (`by_columns`), instead of half of the keys (`by_keys`)."""
         return self.kv_tile == 64
+
+    @property
+    def overlap(self) -> bool:
+        """The product for dK of a block of queries waits, to run beside the probabilities of the next block.
+
+        Measured on an H200: 2 to 6% faster with `columns_apart`, 5 to 10% slower without, and there it spills.
+        """
+        return self.columns_apart and self.with_dq and self.with_dk and self.with_dv
 
     @property
     def part_columns(self) -> int:
