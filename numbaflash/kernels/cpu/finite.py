@@ -7,7 +7,7 @@ import functools
 import numpy as np
 from numba import types
 
-from .vector import Simd, any_lane, jit, maximum, words
+from .vector import Simd, any_lane, fma, jit, words
 
 
 @functools.cache
@@ -20,22 +20,20 @@ def finite_test(compute, lanes):
     load, splat = simd.load, simd.splat
     load_number, _ = words(compute)
     itemsize = simd.itemsize
-    number = np.float64 if compute == types.float64 else np.float32
-    zero, largest = number(0), number(np.finfo(number).max)
+    zero = np.float64(0) if compute == types.float64 else np.float32(0)
 
     @jit
     def all_finite(values, row_stride, begin, end, n_columns):
+        bad, rest = splat(zero), zero  # 0 as long as all is finite: 0 times anything else is NaN
         for row in range(begin, end):
-            place, column = values + row * row_stride, 0
+            place, column, row_bad = values + row * row_stride, 0, splat(zero)
             while column + lanes <= n_columns:
-                x = load(place + column * itemsize)
-                if any_lane(splat(largest) < maximum(x, splat(zero) - x)) or any_lane(x != x):
-                    return False
+                row_bad = fma(load(place + column * itemsize), splat(zero), row_bad)
                 column += lanes
+            bad = bad + row_bad
             while column < n_columns:
-                if not abs(load_number(place + column * itemsize)) <= largest:
-                    return False
+                rest += load_number(place + column * itemsize) * zero
                 column += 1
-        return True
+        return not any_lane(bad != bad) and rest == zero
 
     return all_finite

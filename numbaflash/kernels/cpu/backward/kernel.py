@@ -22,7 +22,7 @@ from types import SimpleNamespace
 import numpy as np
 from numba import types
 
-from ..arguments import band, row_address
+from ..arguments import band, query_band, row_address
 from ..config import Kernel
 from ..convert import COMPUTE, ITEMSIZE, elements, packing
 from ..driver import next_item, store_release, wait_until
@@ -147,14 +147,17 @@ def build(kernel: Kernel):
         q = at.q + batch * args.q_batch + first_head * args.q_head
         dout = at.dout + batch * args.dout_batch + first_head * args.dout_head
         queries, douts, zeros = work + args.at_queries, work + args.at_douts, work + args.at_zeros
+        query, head = first_row // args.group, first_row % args.group
         for i in range(n_panels * panel):
             query_row, dout_row, query_step, dout_step = zeros, zeros, stored_size, stored_size
             if load_number(lse2 + i * itemsize) != infinity:
-                query_row = row_address(args, q, args.q_row, args.q_head, first_row + i)
-                dout_row = row_address(args, dout, args.dout_row, args.dout_head, first_row + i)
-                query_step, dout_step = args.q_dim, args.dout_dim
+                query_row, query_step = q + query * args.q_row + head * args.q_head, args.q_dim
+                dout_row, dout_step = dout + query * args.dout_row + head * args.dout_head, args.dout_dim
             pack(query_row, 0, query_step, 1, args.head_dim, queries + i * args.key_stride, 1, args.key_columns)
             pack(dout_row, 0, dout_step, 1, args.head_dim_v, douts + i * args.value_stride, 1, args.value_columns)
+            head += 1
+            if head == args.group:
+                query, head = query + 1, 0
         for p in range(n_panels):
             to_panel(work + args.at_query_rows, p, args.key_columns, number(args.score_scale), work + args.at_queries_t)
             if args.needs_q | args.needs_k:
@@ -175,17 +178,21 @@ def build(kernel: Kernel):
     @jit
     def list_bands(args, first_row, n_panels, lse2, work):
         """Keys that each row sees, and for each panel those that some row sees and those that all rows see."""
+        query, head = first_row // args.group, first_row % args.group
         for p in range(n_panels):
             some_first, some_last, all_first, all_last = args.seqlen_k, 0, 0, args.seqlen_k
             for i in range(p * panel, (p + 1) * panel):
                 lo, hi = 0, 0
                 if load_number(lse2 + i * itemsize) != infinity:
-                    lo, hi = band(args, first_row + i)
+                    lo, hi = query_band(args, query)
                 store_int32(work + args.at_first + i * 4, lo)
                 store_int32(work + args.at_last + i * 4, hi)
                 if lo < hi:
                     some_first, some_last = min(some_first, lo), max(some_last, hi)
                 all_first, all_last = max(all_first, lo), min(all_last, hi)
+                head += 1
+                if head == args.group:
+                    query, head = query + 1, 0
             ranges = work + args.at_ranges + p * 48
             store_int64(ranges, some_first)
             store_int64(ranges + 8, some_last)
