@@ -1,4 +1,4 @@
-"""Is what a library computed right? Checked on a sample of rows by `numbaflash.testing`'s rule before anything is timed."""
+"""Is what a library computed right? Checked on a sample by `numbaflash.testing`'s rule before anything is timed."""
 
 from __future__ import annotations
 
@@ -48,3 +48,49 @@ class Sample:
             return max(rule.compare(expected, out[self._batch, part]).out for part, expected in self._blocks), None
         except rule.AccuracyError as error:
             return float("inf"), f"{WRONG}: {error}"
+
+
+class GradientSample:
+    """Exact gradients of the first key/value head of the first batch entry, and of the last one of the last, with their query heads.
+
+    Parameters
+    ----------
+    cell : bench.cells.Cell
+    dout, q, k, v : torch.Tensor
+        Inputs of the cell.
+    """
+
+    def __init__(self, cell, dout, q, k, v):
+        import torch
+
+        self._isfinite, group = torch.isfinite, cell.problem.group
+        self._shapes = [(name, cell.problem.shape_of(name)) for name in ("dq", "dk", "dv")]
+        problem = replace(cell.problem, batch=1, heads=group, kv_heads=1)
+        self._parts = []
+        for batch, head in sorted({(0, 0), (cell.batch - 1, cell.kv_heads - 1)}):
+            entry, heads = slice(batch, batch + 1), slice(head * group, (head + 1) * group)
+            rows, keys = (entry, slice(None), heads), (entry, slice(None), slice(head, head + 1))
+            self._parts.append((rows, keys, rule.expected_gradients(problem, dout[rows], q[rows], k[keys], v[keys])))
+
+    def judge(self, gradients) -> tuple[float, str | None]:
+        """Largest error of a sampled element in units of its tolerance, and what is wrong with the gradients, or None.
+
+        Parameters
+        ----------
+        gradients : tuple of torch.Tensor
+            dq, dk and dv, whole.
+        """
+        for (name, shape), got in zip(self._shapes, gradients, strict=True):
+            if tuple(got.shape) != shape:
+                return float("inf"), f"{WRONG}: {name} has shape {tuple(got.shape)}, expected {shape}"
+            if not bool(self._isfinite(got).all()):
+                return float("inf"), f"{WRONG}: NaN or infinite elements of {name}"
+        dq, dk, dv = gradients
+        worst = 0.0
+        try:
+            for rows, keys, expected in self._parts:
+                found = rule.compare_gradients(expected, dq[rows], dk[keys], dv[keys])
+                worst = max(worst, found.dq, found.dk, found.dv)
+        except rule.AccuracyError as error:
+            return float("inf"), f"{WRONG}: {error}"
+        return worst, None

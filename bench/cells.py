@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from functools import cache
+from math import prod
 
-from numbaflash.problem import Problem, make_problem
+from numbaflash.problem import ITEMSIZE, Problem, make_problem
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 WIDTH = 2048  # heads * head_dim of the "mha" cells
@@ -41,8 +42,12 @@ class Cell:
 
     @property
     def input_bytes(self) -> int:
+        return self.bytes_of("q", "k", "v")
+
+    def bytes_of(self, *operands) -> int:
+        """Bytes of operands, named as in `numbaflash.dispatch.BACKWARD_OPERANDS`."""
         p = self.problem
-        return (2 if "16" in p.dtype else 4) * p.batch * p.seqlen_q * p.head_dim * (p.heads + 2 * p.kv_heads)
+        return sum(ITEMSIZE[p.dtype_of(name)] * prod(p.shape_of(name)) for name in operands)
 
     def fields(self) -> dict:
         """The cell as the fields of a record."""
@@ -58,6 +63,12 @@ class Cell:
 def forward_flops(problem: Problem) -> int:
     """Floating-point operations of a forward pass: 2 D for a score and 2 Dv for its value, for each visible pair."""
     return problem.batch * problem.heads * problem.visible_pairs * 2 * (problem.head_dim + problem.head_dim_v)
+
+
+def backward_flops(problem: Problem) -> int:
+    """Floating-point operations of the gradients: the five products of each visible pair, three over D and two over Dv."""
+    p = problem
+    return forward_flops(p) // (p.head_dim + p.head_dim_v) * (3 * p.head_dim + 2 * p.head_dim_v)
 
 
 def problem_fields(problem: Problem, causal) -> dict:
@@ -101,9 +112,9 @@ def from_json(items) -> list[Cell]:
     return [Cell(**item) for item in items]
 
 
-def inputs(cell: Cell, generator=None):
-    """Random q, k, v of a cell as torch tensors on the current CUDA device."""
+def inputs(cell: Cell, generator=None, operands=("q", "k", "v"), device="cuda"):
+    """Random operands of a cell as torch tensors on the current CUDA device, or another."""
     import torch
 
-    shapes = [(cell.batch, cell.seqlen, heads, cell.head_dim) for heads in (cell.heads, cell.kv_heads, cell.kv_heads)]
-    return [torch.randn(shape, device="cuda", dtype=getattr(torch, cell.dtype), generator=generator) for shape in shapes]
+    shapes = [cell.problem.shape_of(name) for name in operands]
+    return [torch.randn(shape, device=device, dtype=getattr(torch, cell.dtype), generator=generator) for shape in shapes]

@@ -1,8 +1,8 @@
-"""Forward attention on the CPU beside torch's scaled_dot_product_attention: ``python -m bench.cpu``.
+"""Attention and its gradients on the CPU beside torch's scaled_dot_product_attention: ``python -m bench.cpu``.
 
 Both get the same numbers, laid out (batch, heads, seqlen, head_dim), the same number of threads, and allocate their
-output; they take turns, in an order that changes each round. numbaflash's result is compared with float64 on a sample of
-rows first.
+results; they take turns, in an order that changes each round. numbaflash's result is compared with float64 first: the output
+on a sample of rows, the gradients on all rows of the first and the last key/value head.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from pathlib import Path
 from statistics import median, quantiles
 
 from . import records, table
-from .accuracy import Sample
-from .cells import DTYPES, forward_flops, problem_fields
+from .accuracy import WRONG, Sample
+from .cells import DTYPES, backward_flops, forward_flops, problem_fields
 from .progress import Progress, colour_wanted
 
-METHOD = "wall time of a call, output allocated; libraries interleaved, order rotated"
+METHOD = "wall time of a call, results allocated; libraries interleaved, order rotated"
+DIRECTIONS = ("forward", "backward")
 WIDTH = 512  # heads * head_dim
 MASKS = {"full": False, "causal": True}
 
@@ -74,6 +75,7 @@ def parse(arguments=None) -> argparse.Namespace:
     parser.add_argument("--seqlens", default="2048,8192", help="sequence lengths (%(default)s)")
     parser.add_argument("--dtypes", default="fp32", help=f"of {', '.join(DTYPES)} (%(default)s)")
     parser.add_argument("--causal", default="full,causal", help="of full, causal (both)")
+    parser.add_argument("--direction", choices=DIRECTIONS, default="forward", help="what is measured (%(default)s)")
     parser.add_argument("--decode", action="store_true", help="few queries beside many keys instead of --seqlens and --causal")
     parser.add_argument("--threads", type=int, help="of each library (as many as Numba uses)")
     parser.add_argument("--rounds", type=int, default=7, help="calls of each library in a cell (%(default)s)")
@@ -122,26 +124,44 @@ class Run:
             **records.run_fields(),
         }
 
-    def calls(self, cell):
-        """({library: call without arguments}, facts about numbaflash's)."""
+    def tensors(self, cell):
+        """(q, k, v, dout), laid out (batch, heads, seqlen, head_dim)."""
         import torch
-        from torch.nn import functional
 
+        heads = ((cell.heads, cell.seqlen), *[(cell.kv_heads, cell.seqlen_k)] * 2, (cell.heads, cell.seqlen))
+        generator = torch.Generator().manual_seed(0)
+        return [torch.randn((cell.batch, n, rows, cell.head_dim), generator=generator).to(getattr(torch, cell.dtype)) for n, rows in heads]
+
+    def calls(self, cell):
+        """({library: call without arguments}, facts about numbaflash's, what is wrong with its result or None)."""
         import numbaflash
 
-        shapes = [(cell.batch, heads, n, cell.head_dim) for heads, n in ((cell.heads, cell.seqlen), *[(cell.kv_heads, cell.seqlen_k)] * 2)]
-        generator = torch.Generator().manual_seed(0)
-        q, k, v = (torch.randn(shape, generator=generator).to(getattr(torch, cell.dtype)) for shape in shapes)
+        q, k, v, dout = self.tensors(cell)
         ours = [x.transpose(1, 2) for x in (q, k, v)]
-        grouped = {"enable_gqa": True} if cell.heads != cell.kv_heads else {}
-        calls = {
-            table.OURS: lambda: numbaflash.forward(*ours, causal=cell.causal),
-            "torch": lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=cell.causal, **grouped),
-        }
-        error, complaint = Sample(cell, *ours).judge(calls[table.OURS]())
-        plan = numbaflash.explain(*ours, causal=cell.causal).plan
-        facts = {"error_per_tolerance": error, "family": plan.family, "config": repr(plan.config), "grid": list(plan.grid), "threads": plan.threads}
+        if self.options.direction == "forward":
+            calls = {table.OURS: lambda: numbaflash.forward(*ours, causal=cell.causal), "torch": lambda: self._torch(cell, q, k, v)}
+            error, complaint = Sample(cell, *ours).judge(calls[table.OURS]())
+        else:
+            out, lse = numbaflash.forward(*ours, causal=cell.causal, return_lse=True)
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            peer_out, dout_rows = self._torch(cell, *leaves), dout.transpose(1, 2)
+            calls = {
+                table.OURS: lambda: numbaflash.backward(dout_rows, *ours, out, lse, causal=cell.causal),
+                "torch": lambda: torch_gradients(peer_out, leaves, dout),
+            }
+            error, complaint = judge_gradients(cell, *ours, dout_rows, calls[table.OURS](), [x.transpose(1, 2) for x in calls["torch"]()])
+        plan = numbaflash.explain(*ours, causal=cell.causal, direction=self.options.direction).plan
+        facts = {"family": plan.family, "config": repr(plan.config), "grid": list(plan.grid), "threads": plan.threads}
+        if complaint is None:
+            facts["error_per_tolerance"] = error
         return calls, facts, complaint
+
+    @staticmethod
+    def _torch(cell, q, k, v):
+        from torch.nn import functional
+
+        grouped = {"enable_gqa": True} if cell.heads != cell.kv_heads else {}
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=cell.causal, **grouped)
 
     def cell(self, cell) -> str | None:
         """Measure a cell; returns what is wrong with numbaflash's result, or None."""
@@ -159,7 +179,7 @@ class Run:
         for name, times in seconds.items():
             base = {
                 "bench": "cpu",
-                "direction": "forward",
+                "direction": self.options.direction,
                 **problem_fields(cell.problem, cell.causal),
                 "library": name,
                 "version": self.versions[name],
@@ -168,15 +188,67 @@ class Run:
             self.records.append(records.check({**base, **self._numbers(cell, times, complaint), **more, **self.common}))
         return complaint
 
-    @staticmethod
-    def _numbers(cell, seconds, complaint):
+    def _numbers(self, cell, seconds, complaint):
         if complaint:
             return {"ms": None, "tflops": None, "skipped": complaint}
         ms = [1e3 * s for s in seconds]
         first, _, third = quantiles(ms, n=4) if len(ms) > 1 else ms * 3
         middle = median(ms)
         numbers = {"ms": middle, "ms_q1": first, "ms_q3": third, "ms_min": min(ms), "rounds": len(ms), "launches": 1}
-        return {**numbers, "tflops": forward_flops(cell.problem) / middle / 1e9}
+        flops = (forward_flops if self.options.direction == "forward" else backward_flops)(cell.problem)
+        return {**numbers, "tflops": flops / middle / 1e9}
+
+
+def torch_gradients(out, leaves, dout):
+    """torch's backward of one scaled_dot_product_attention."""
+    import torch
+
+    return torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+
+def judge_gradients(cell, q, k, v, dout, ours, theirs):
+    """(largest error in units of its tolerance, what is wrong or None) of the first and the last key/value head, against float64.
+
+    An error may be twice torch's largest, plus two roundings of the largest number or 1e-5 of it. Tensors are (batch, seqlen, heads, head_dim).
+    """
+    import torch
+
+    group, worst = cell.heads // cell.kv_heads, 0.0
+    rounding = max(1e-5, 2 * torch.finfo(q.dtype).eps)
+    for batch, kv_head in sorted({(0, 0), (cell.batch - 1, cell.kv_heads - 1)}):
+        heads = range(kv_head * group, (kv_head + 1) * group)
+        exact = exact_gradients(cell, q[batch][:, heads], k[batch, :, kv_head], v[batch, :, kv_head], dout[batch][:, heads])
+        for name, got, peer, want in zip(("dq", "dk", "dv"), ours, theirs, exact, strict=True):
+            part = (batch, slice(None), list(heads)) if name == "dq" else (batch, slice(None), kv_head)
+            error, peer_error = ((x[part].double() - want).abs().max().item() for x in (got, peer))
+            tolerance = 2 * peer_error + rounding * want.abs().max().item()
+            if not error <= tolerance:
+                return float("inf"), f"{WRONG}: {name} is off by {error:.3g}, tolerance {tolerance:.3g}"
+            worst = max(worst, error / tolerance)
+    return worst, None
+
+
+def exact_gradients(cell, q, k, v, dout, rows=1024):
+    """float64 (dq, dk, dv) of one key/value head: q and dout (seqlen, group, head_dim), k and v (seqlen_k, head_dim)."""
+    import torch
+
+    q, k, v, dout = (x.detach().double() for x in (q, k, v, dout))
+    scale, keys = cell.head_dim**-0.5, torch.arange(len(k))
+    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for head in range(q.shape[1]):
+        for start in range(0, len(q), rows):
+            part = slice(start, start + rows)
+            queries, grad = q[part, head], dout[part, head]
+            score = scale * queries @ k.T
+            if cell.causal:
+                score.masked_fill_(keys > torch.arange(len(q))[part, None] + len(k) - len(q), -torch.inf)
+            p = score.softmax(dim=1)
+            delta = (grad * (p @ v)).sum(dim=1, keepdim=True)
+            ds = p * (grad @ v.T - delta)
+            dq[part, head] = scale * ds @ k
+            dk += scale * ds.T @ queries
+            dv += p.T @ grad
+    return dq, dk, dv
 
 
 def main(arguments=None) -> int:
@@ -186,8 +258,9 @@ def main(arguments=None) -> int:
     except ImportError as error:
         print(f"bench.cpu needs torch: {error}. Install it with pip install 'numbaflash[bench]'", file=sys.stderr)
         return 2
-    path = records.result_path(run.common["gpu"], "cpu", options.out)
-    print(f"{run.common['gpu']}, {run.common['cpu_threads']} threads each; {len(options.cells)} cells", flush=True)
+    name = "cpu" if options.direction == "forward" else "cpu-backward"
+    path = records.result_path(run.common["gpu"], name, options.out)
+    print(f"{run.common['gpu']}, {run.common['cpu_threads']} threads each; {options.direction}, {len(options.cells)} cells", flush=True)
     progress, wrong = Progress(len(options.cells), "cpu"), []
     try:
         for cell in options.cells:
@@ -201,7 +274,7 @@ def main(arguments=None) -> int:
         return 130
     finally:
         progress.close()
-    print(table.forward_table(run.records, metric="ms", colour=colour_wanted()))
+    print(table.cell_table(run.records, metric="ms", colour=colour_wanted()))
     print(f"\n{table.summary(run.records)}\n{path}")
     for line in wrong:
         print(line, file=sys.stderr)

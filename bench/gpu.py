@@ -58,9 +58,9 @@ class Gpu:
         """Queue a kernel that keeps the device busy for about so many milliseconds and touches no memory."""
         self._cuda._sleep(int(ms * self._cycles_per_ms))
 
-    def inputs(self, cell):
-        """Random q, k, v of a cell."""
-        return cells.inputs(cell, self._generator)
+    def inputs(self, cell, operands=("q", "k", "v")):
+        """Random operands of a cell."""
+        return cells.inputs(cell, self._generator, operands)
 
     def free_bytes(self) -> int:
         """Free device memory, with torch's unused blocks given back."""

@@ -170,21 +170,23 @@ class CupyMemory:
         return grown, outside
 
 
-class Latency:
-    """Gathers the records of the chosen sections; what fails is noted and left out."""
+class Quantities:
+    """Gathers records of quantities that are no device time; what fails is noted and left out."""
+
+    bench, direction = "latency", "forward"
 
     def __init__(self, libraries, common, note):
         self.libraries, self.common, self.note = libraries, common, note
         self.records = []
 
-    def record(self, cell, library, case, quantity, values, unit):
+    def record(self, cell, library, case, quantity, values, unit, direction=None):
         q1, value, q3 = quartiles(values)
         milliseconds = {"us": 1e-3, "s": 1e3}.get(unit)
         self.records.append(
             records.check(
                 {
-                    "bench": "latency",
-                    "direction": "forward",
+                    "bench": self.bench,
+                    "direction": direction or self.direction,
                     **cell.fields(),
                     "library": library,
                     "version": self.libraries[library].version,
@@ -207,6 +209,10 @@ class Latency:
             work()
         except Exception as error:  # the other measurements still count
             self.note(f"{what} left out: {one_line(error)}")
+
+
+class Latency(Quantities):
+    """The sections of `bench.latency`."""
 
     def host(self):
         def one(source):

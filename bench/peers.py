@@ -1,6 +1,6 @@
 """The libraries that are measured, behind one small interface, each found only if it is installed.
 
-All of them get the same (batch, seqlen, heads, head_dim) arrays, allocate their own output and return it in that layout.
+All of them get the same (batch, seqlen, heads, head_dim) arrays, allocate their own results and return them in that layout.
 """
 
 from __future__ import annotations
@@ -10,15 +10,19 @@ import json
 import os
 from contextlib import nullcontext
 
-NAMES = ("numbaflash", "fa4", "cudnn", "fa2", "dense")
+OURS, OURS_DETERMINISTIC = "numbaflash", "numbaflash-deterministic"
+OWN = (OURS, OURS_DETERMINISTIC)
+"""What is not a peer of numbaflash."""
+NAMES = (OURS, "fa4", "cudnn", "fa2", "dense")
 LABELS = {
-    "numbaflash": "numbaflash",
+    OURS: "numbaflash",
+    OURS_DETERMINISTIC: "numbaflash, deterministic",
     "fa4": "FA4 (flash_attn.cute)",
     "cudnn": "cuDNN (torch SDPA)",
     "fa2": "FA2 (torch SDPA)",
     "dense": "dense (torch matmul + softmax)",
 }
-PREBUILT = ("numbaflash", "fa4")
+PREBUILT = (*OWN, "fa4")
 """Libraries that compile a kernel at its first call and keep it on disk."""
 
 
@@ -40,7 +44,7 @@ class Library:
         self._torch = torch
         self.version = f"torch {torch.__version__}"
 
-    def unfit(self, cell, free_bytes: int) -> str | None:
+    def unfit(self, cell, free_bytes: int, direction: str = "forward") -> str | None:
         """Why a cell cannot be measured with so much free memory; None when it can."""
         return None
 
@@ -52,13 +56,42 @@ class Library:
         """A function without arguments that computes attention and returns out, (batch, seqlen, heads, head_dim)."""
         raise NotImplementedError
 
-    def evidence(self, q, k, v, causal: bool) -> dict:
+    def bind_autograd(self, q, k, v, causal: bool):
+        """The same, and torch records it where q, k and v require gradients."""
+        return self.bind(q, k, v, causal)
+
+    def bind_backward(self, dout, q, k, v, causal: bool):
+        """A function without arguments that computes dq, dk and dv alone; attention itself runs here, once."""
+        grad, leaves = self._torch.autograd.grad, _leaves(q, k, v)
+        with self._torch.enable_grad():
+            out = self.bind_autograd(*leaves, causal)()
+        return lambda: grad(out, leaves, dout, retain_graph=True)
+
+    def bind_training(self, dout, q, k, v, causal: bool):
+        """A function without arguments that computes attention and its gradients through autograd, and returns dq, dk and dv."""
+        grad, enabled, leaves = self._torch.autograd.grad, self._torch.enable_grad, _leaves(q, k, v)
+        with enabled():
+            attend = self.bind_autograd(*leaves, causal)
+
+        def call():
+            with enabled():
+                out = attend()
+            return grad(out, leaves, dout)
+
+        return call
+
+    def evidence(self, q, k, v, causal: bool, direction: str = "forward") -> dict:
         """Fields of a record that say which kernel was chosen, as far as the library tells."""
         return {}
 
 
+def _leaves(*tensors):
+    return [x.detach().requires_grad_() for x in tensors]
+
+
 class Numbaflash(Library):
-    name = "numbaflash"
+    name = OURS
+    deterministic = False
 
     def __init__(self):
         super().__init__()
@@ -71,9 +104,21 @@ class Numbaflash(Library):
         forward = self._numbaflash.forward
         return lambda: forward(q, k, v, causal=causal)
 
-    def evidence(self, q, k, v, causal):
-        told = self._numbaflash.explain(q, k, v, causal=causal)
+    def bind_autograd(self, q, k, v, causal):
+        import numbaflash.torch
+
+        attention, deterministic = numbaflash.torch.attention, self.deterministic
+        return lambda: attention(q, k, v, causal=causal, deterministic=deterministic)
+
+    def bind_backward(self, dout, q, k, v, causal):
+        out, lse = self._numbaflash.forward(q, k, v, causal=causal, return_lse=True)
+        backward, deterministic = self._numbaflash.backward, self.deterministic
+        return lambda: backward(dout, q, k, v, out, lse, causal=causal, deterministic=deterministic)
+
+    def evidence(self, q, k, v, causal, direction="forward"):
+        told = self._numbaflash.explain(q, k, v, causal=causal, direction=direction, deterministic=self.deterministic and direction == "backward")
         plan = told.plan
+        workspace = {"workspace_bytes": plan.workspace_bytes} if direction == "backward" else {}
         return {
             "family": plan.family,
             "config": repr(plan.config),
@@ -81,8 +126,15 @@ class Numbaflash(Library):
             "threads": plan.threads,
             "shared_bytes": plan.shared_bytes,
             "copies": dict(plan.copies),
+            **workspace,
             "resources": json.loads(json.dumps(told.resources, default=str)),
         }
+
+
+class NumbaflashDeterministic(Numbaflash):
+    """The same bits each time; its forward is that of `Numbaflash`."""
+
+    name, deterministic = OURS_DETERMINISTIC, True
 
 
 class Fa4(Library):
@@ -141,11 +193,11 @@ class Dense(Library):
     """Scores in memory: a matrix product, a softmax, a matrix product, all in the dtype of the arrays."""
 
     name = "dense"
-    copies_of_scores = 3  # scores, probabilities, and what a library call may need between them
+    copies_of_scores = 3  # scores, probabilities, and what a library call may need between them; one more for gradients
 
-    def unfit(self, cell, free_bytes):
+    def unfit(self, cell, free_bytes, direction="forward"):
         p = cell.problem
-        need = self.copies_of_scores * p.batch * p.heads * p.seqlen_q * p.seqlen_k * (2 if "16" in p.dtype else 4)
+        need = (self.copies_of_scores + (direction != "forward")) * p.batch * p.heads * p.seqlen_q * p.seqlen_k * (2 if "16" in p.dtype else 4)
         if need > 0.8 * free_bytes:
             return f"needs {need / 2**30:.0f} GiB for the scores, {free_bytes / 2**30:.0f} GiB are free"
         return None
@@ -181,7 +233,7 @@ def dense(torch, q, k, v, hidden=None):
     return out.view(batch, heads, seqlen_q, v.shape[3]).transpose(1, 2)
 
 
-LIBRARIES = {cls.name: cls for cls in (Numbaflash, Fa4, Cudnn, Fa2, Dense)}
+LIBRARIES = {cls.name: cls for cls in (Numbaflash, NumbaflashDeterministic, Fa4, Cudnn, Fa2, Dense)}
 
 
 def find(names=NAMES) -> tuple[dict[str, Library], dict[str, str]]:

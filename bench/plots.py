@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from . import records
-from .peers import LABELS, NAMES
-from .table import OURS, SHORT, by_cell
+from .peers import LABELS, LIBRARIES, OURS, OURS_DETERMINISTIC
+from .table import SHORT, by_cell
 
-COLOURS = {"numbaflash": "#d1382f", "fa4": "#1f5fa8", "cudnn": "#3f9142", "fa2": "#8a63b5", "dense": "#7a7a7a"}
-MARKERS = {"numbaflash": "o", "fa4": "s", "cudnn": "^", "fa2": "D", "dense": "x"}
+COLOURS = {OURS: "#d1382f", OURS_DETERMINISTIC: "#e8998f", "fa4": "#1f5fa8", "cudnn": "#3f9142", "fa2": "#8a63b5", "dense": "#7a7a7a"}
+MARKERS = {OURS: "o", OURS_DETERMINISTIC: "o", "fa4": "s", "cudnn": "^", "fa2": "D", "dense": "x"}
+TITLES = {"forward": "Attention forward", "backward": "Attention backward", "forward+backward": "Attention forward and backward, torch autograd"}
 
 
 def figures(recs) -> dict[tuple, list[dict]]:
@@ -29,7 +30,7 @@ def plot(recs, path) -> list[Path]:
     Parameters
     ----------
     recs : list of dict
-        Records of one forward run.
+        Records of one run in one direction.
     path : path-like
         Of the results; a figure is named like it, with the dtype and the heads behind.
 
@@ -41,11 +42,11 @@ def plot(recs, path) -> list[Path]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    path, written = Path(path), []
+    path, written, order = Path(path), [], list(LIBRARIES)
     for (dtype, kind), group in figures(recs).items():
         dims = sorted({r["head_dim"] for r in group})
         masks = sorted({r["causal"] for r in group}, key=str)
-        libraries = sorted({r["library"] for r in group}, key=lambda name: NAMES.index(name) if name in NAMES else len(NAMES))
+        libraries = sorted({r["library"] for r in group}, key=lambda name: order.index(name) if name in order else len(order))
         cells = by_cell(group)
         figure = Figure(figsize=(1.2 + 3.9 * len(dims), 1.6 + 3.0 * len(masks)), layout="constrained")
         FigureCanvasAgg(figure)
@@ -61,7 +62,7 @@ def plot(recs, path) -> list[Path]:
         names = [LABELS.get(name, name) for name in libraries]
         figure.legend([lines[name] for name in names], names, loc="outside lower center", ncols=len(names), frameon=False)
         heads = "equal query and key/value heads" if kind == "mha" else f"{kind} query/key-value heads"
-        figure.suptitle(f"Attention forward, {SHORT.get(dtype, dtype)}, {heads}, {group[0]['gpu']}")
+        figure.suptitle(f"{TITLES.get(group[0]['direction'], group[0]['direction'])}, {SHORT.get(dtype, dtype)}, {heads}, {group[0]['gpu']}")
         target = path.with_name(f"{path.stem}-{SHORT.get(dtype, dtype)}-{kind.replace('/', '-')}.png")
         figure.savefig(target, dpi=130)
         written.append(target)

@@ -1,6 +1,6 @@
 """Build the kernels that a grid needs ahead of it, in several processes that share the libraries' disk caches.
 
-``python -m bench.prebuild LIBRARY[,LIBRARY] CELLS.json`` is one such process: it calls each library once on each cell and
+``python -m bench.prebuild DIRECTION LIBRARY[,LIBRARY] CELLS.json`` is one such process: it calls each library once on each cell and
 prints one JSON object a call. `prebuild` runs them.
 """
 
@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from .cells import from_json, inputs, to_json
+from .passes import PASSES, Forward
 from .peers import PREBUILT, find, one_line
 
 WORKERS = 8
@@ -31,7 +32,7 @@ def groups(cells, workers: int) -> list[list]:
     return hands
 
 
-def prebuild(cells, libraries, note, *, timeout=300.0) -> list[dict]:
+def prebuild(cells, libraries, note, *, what=Forward, timeout=300.0) -> list[dict]:
     """Build kernels for all cells.
 
     Parameters
@@ -40,6 +41,8 @@ def prebuild(cells, libraries, note, *, timeout=300.0) -> list[dict]:
     libraries : iterable of str
     note : callable
         Takes a line of text: what was built, and what failed (a cell that fails here is tried again, and reported, when it is measured).
+    what : class of bench.passes
+        What a call computes.
     timeout : float
         Seconds for all of it; workers that need more are ended.
 
@@ -60,7 +63,7 @@ def prebuild(cells, libraries, note, *, timeout=300.0) -> list[dict]:
                 todo, done = Path(folder, f"{n}.json"), Path(folder, f"{n}.out")
                 todo.write_text(json.dumps(to_json(hand)))
                 with done.open("w") as out:
-                    command = [sys.executable, "-m", "bench.prebuild", ",".join(names), str(todo)]
+                    command = [sys.executable, "-m", "bench.prebuild", what.direction, ",".join(names), str(todo)]
                     workers.append((subprocess.Popen(command, stdout=out, stderr=subprocess.DEVNULL, cwd=Path(__file__).parents[1]), done))
             for worker, done in workers:
                 try:
@@ -91,10 +94,10 @@ def summary(results, workers: int, seconds: float) -> str:
     return f"prebuild: {seconds:.0f} s in {workers} processes; " + ("; ".join(parts) or "nothing was built")
 
 
-def evidence(library, q, k, v, causal) -> dict:
-    """`Library.evidence`, or ``evidence_error``: a library that computes and does not say how is measured all the same."""
+def evidence(what, library, arrays, causal) -> dict:
+    """Evidence of a library, or ``evidence_error``: one that computes and does not say how is measured all the same."""
     try:
-        return library.evidence(q, k, v, causal)
+        return what.evidence(library, arrays, causal)
     except Exception as error:
         return {"evidence_error": one_line(error)}
 
@@ -102,20 +105,21 @@ def evidence(library, q, k, v, causal) -> dict:
 def main(arguments) -> int:
     import torch
 
-    names, path = arguments
+    direction, names, path = arguments
+    what = PASSES[direction]
     found, _ = find(names.split(","))
-    with torch.no_grad():
+    with torch.set_grad_enabled(what.autograd):
         for cell in from_json(json.loads(Path(path).read_text())):
             for name, library in found.items():
                 report = {"library": name, "cell": str(cell)}
                 try:
-                    q, k, v = inputs(cell)
+                    arrays = inputs(cell, operands=what.operands)
                     torch.cuda.synchronize()
                     start = time.monotonic()
-                    library.bind(q, k, v, cell.causal)()
+                    what.bind(library, arrays, cell.causal)()
                     torch.cuda.synchronize()
                     report["seconds"] = time.monotonic() - start
-                    report["evidence"] = evidence(library, q, k, v, cell.causal)
+                    report["evidence"] = evidence(what, library, arrays, cell.causal)
                 except Exception as error:  # one library's failure must not keep the others from being built
                     report["error"] = one_line(error)
                 print(json.dumps(report), flush=True)

@@ -1,7 +1,9 @@
 """The simt family in float32 beside CuPy's dense attention: ``python -m bench.simt``.
 
 Everything is called with CuPy arrays; torch is not needed. After the grid, one long sequence shows time and memory where the
-scores of dense attention would not fit. ``--tiles`` times every tile of the family's tables instead, to choose among them.
+scores of dense attention would not fit. ``--direction backward`` measures the gradients: those of dense attention are written by
+hand, from probabilities that its forward has kept. ``--tiles`` times every tile of the family's tables instead, to choose among
+them.
 """
 
 from __future__ import annotations
@@ -16,12 +18,13 @@ from pathlib import Path
 
 import numpy as np
 
-from numbaflash.dispatch import Layout, Layouts
+from numbaflash.dispatch import BackwardLayouts, Layout, Layouts
 from numbaflash.testing import accuracy as rule
 
 from . import records, table, timing
 from .accuracy import ROWS, WRONG
-from .cells import Cell, grid
+from .cells import Cell, backward_flops, grid
+from .cpu import DIRECTIONS
 from .gpu import refuse
 from .latency import CupyMemory, dense_cupy
 from .peers import Dense, one_line
@@ -39,6 +42,8 @@ def parse(arguments=None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=16384, help="batch * seqlen (%(default)s)")
     parser.add_argument("--causal", type=_masks, default=[False, True], help="of full, causal (both)")
     parser.add_argument("--long", type=int, default=65536, help="length of the long sequence, 0 for none (%(default)s)")
+    parser.add_argument("--direction", choices=DIRECTIONS, default="forward", help="what is measured (%(default)s)")
+    parser.add_argument("--deterministic", action="store_true", help="backward: time deterministic gradients, too, as if they were a peer")
     parser.add_argument("--tiles", action="store_true", help="time every tile that fits instead of dense attention")
     parser.add_argument("--rounds", type=int, default=7, help="measurements of each (%(default)s)")
     parser.add_argument("--budget", type=float, default=180.0, help="seconds for the whole run (%(default)s); no cell is dropped")
@@ -112,69 +117,223 @@ class _Event:
         return self._cuda.get_elapsed_time(self._event, end._event)
 
 
-def ours(cell, q, k, v):
-    import numbaflash
+class Forward:
+    """Attention: what is called, how it is checked."""
 
-    return lambda: numbaflash.forward(q, k, v, causal=cell.causal)
+    bench = "simt"
+    copies_of_scores = 3  # the product and the scaled scores; causal, one more
+
+    @staticmethod
+    def flops(cell) -> int:
+        return cell.flops
+
+    @staticmethod
+    def inputs(cell, normal) -> list:
+        """q, k, v."""
+        return [normal(_shape(cell)) for _ in range(3)]
+
+    @staticmethod
+    def kept(cell, name) -> int:
+        """Bytes beside the inputs that a call finds in memory."""
+        return 0
+
+    def contestants(self, options, cell) -> dict:
+        """Functions of (cell, q, k, v) that return a call, by the name of the library or the tile."""
+        from numbaflash.kernels.simt import config as tuning
+
+        if options.tiles:
+            tiles = tuning.fitting_tiles("float32", cell.head_dim, cell.head_dim, _shared_limit())
+            named = {f"{t.warps}w{t.lanes_m}x{32 // t.lanes_m}:{t.rows}x{t.columns}": functools.partial(self.of_tile, t) for t in tiles}
+            return {table.OURS: self.ours} | named
+        return {table.OURS: self.ours, "dense": self.dense}
+
+    @staticmethod
+    def ours(cell, q, k, v):
+        import numbaflash
+
+        return lambda: numbaflash.forward(q, k, v, causal=cell.causal)
+
+    @staticmethod
+    def dense(cell, q, k, v):
+        import cupy
+
+        return lambda: dense_cupy(cupy, q, k, v, cell.causal)
+
+    @staticmethod
+    def of_tile(tile, cell, q, k, v):
+        """The kernel with a tile of ours, launched on the current stream."""
+        import cupy
+
+        from numbaflash import toolchain
+        from numbaflash.kernels import simt
+        from numbaflash.kernels.simt import config as tuning
+
+        device = toolchain.device(cupy.cuda.Device().id)
+        out = cupy.empty_like(q)
+        layouts = Layouts(*map(_layout, (q, k, v, out)))
+        config = tuning.config_of_tile(tile, cell.problem, layouts, device)
+        blocks = cell.batch * cell.heads * -(-cell.seqlen // config.q_tile)
+        plan = simt.plan(cell.problem, layouts, device)
+        launch = simt.prepare(replace(plan, config=config, grid=(blocks,), threads=config.threads, shared_bytes=config.shared_bytes))
+        stream = cupy.cuda.get_current_stream().ptr
+
+        def call():
+            launch(q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, 0, stream)
+            return out
+
+        return call
+
+    @staticmethod
+    def judge(cell, arrays, bind, call) -> tuple[float, str | None]:
+        """Largest error of sampled rows of the first heads in units of the tolerance, and what is wrong, or None."""
+        import cupy
+
+        out, error = call(), 0.0
+        for part, problem in _samples(cell):
+            q, k, v = (cupy.asnumpy(x[-1:, :, : problem.heads]) for x in arrays)
+            try:
+                error = max(error, rule.compare(rule.expected(problem, q[:, part], k, v), cupy.asnumpy(out[-1:, part, : problem.heads])).out)
+            except rule.AccuracyError as wrong:
+                return float("inf"), f"{WRONG}: {wrong}"
+        return error, None
 
 
-def dense(cell, q, k, v):
-    import cupy
+class Backward:
+    """Gradients: what is called, how it is checked."""
 
-    return lambda: dense_cupy(cupy, q, k, v, cell.causal)
+    bench = "simt-backward"
+    copies_of_scores = 3  # probabilities, their gradient; while the probabilities are made, one more
+
+    @staticmethod
+    def flops(cell) -> int:
+        return backward_flops(cell.problem)
+
+    @staticmethod
+    def inputs(cell, normal) -> list:
+        """dout, q, k, v, out and lse."""
+        import numbaflash
+
+        dout, q, k, v = (normal(_shape(cell)) for _ in range(4))
+        return [dout, q, k, v, *numbaflash.forward(q, k, v, causal=cell.causal, return_lse=True)]
+
+    @staticmethod
+    def kept(cell, name) -> int:
+        """Bytes beside q, k, v and out that the forward has kept for a call: the LSE, or the probabilities."""
+        rows = cell.batch * cell.heads * cell.seqlen
+        return 4 * rows * (cell.seqlen if name == "dense" else 1)
+
+    def contestants(self, options, cell) -> dict:
+        """Functions of (cell, dout, q, k, v, out, lse) that return a call, by the name of the library or the tile."""
+        from numbaflash.kernels.simt.backward import config as tuning
+
+        if options.tiles:
+            tiles = tuning.fitting_tiles("float32", cell.head_dim, cell.head_dim, _shared_limit())
+            return {table.OURS: self.ours} | {f"{t.warps}w:{t.q_tile}x{t.kv_tile}": functools.partial(self.of_tile, t) for t in tiles}
+        named = {table.OURS: self.ours, "dense": self.dense}
+        return named | {"deterministic": functools.partial(self.ours, deterministic=True)} if options.deterministic else named
+
+    @staticmethod
+    def ours(cell, dout, q, k, v, out, lse, deterministic=False):
+        import numbaflash
+
+        return lambda: numbaflash.backward(dout, q, k, v, out, lse, causal=cell.causal, deterministic=deterministic)
+
+    @staticmethod
+    def dense(cell, dout, q, k, v, out, lse):
+        """From the probabilities that the forward has kept, four matrix products and three passes over an array of their size."""
+        import cupy
+
+        dout, q, k, v, out = (x.transpose(0, 2, 1, 3) for x in (dout, q, k, v, out))
+        scale = np.float32(cell.head_dim**-0.5)
+        p = cupy.matmul(q, k.transpose(0, 1, 3, 2))
+        p *= scale
+        p -= lse[..., None]
+        cupy.exp(p, out=p)
+        if cell.causal:
+            p *= cupy.tri(cell.seqlen, dtype="float32")
+
+        def call():
+            dv = cupy.matmul(p.transpose(0, 1, 3, 2), dout)
+            ds = cupy.matmul(dout, v.transpose(0, 1, 3, 2))
+            ds -= (dout * out).sum(axis=-1, keepdims=True)
+            ds *= p
+            dq, dk = cupy.matmul(ds, k), cupy.matmul(ds.transpose(0, 1, 3, 2), q)
+            dq *= scale
+            dk *= scale
+            return tuple(x.transpose(0, 2, 1, 3) for x in (dq, dk, dv))
+
+        return call
+
+    @staticmethod
+    def of_tile(tile, cell, dout, q, k, v, out, lse):
+        """The kernels with a tile of ours, launched on the current stream."""
+        import cupy
+
+        from numbaflash import toolchain
+        from numbaflash.kernels.simt import backward
+        from numbaflash.kernels.simt.backward.config import config_of_tile
+
+        device = toolchain.device(cupy.cuda.Device().id)
+        gradients = tuple(cupy.empty_like(x) for x in (q, k, v))
+        layouts = BackwardLayouts(*map(_layout, (dout, q, k, v, out, lse)), None, *map(_layout, gradients))
+        plan = backward.plan_of_config(cell.problem, layouts, device, config_of_tile(tile, cell.problem, layouts, device, False))
+        launch = backward.prepare(plan)
+        workspace = cupy.empty(max(1, plan.workspace_bytes), "uint8")
+        addresses = (*(x.data.ptr for x in (dout, q, k, v, out, lse)), 0, *(x.data.ptr for x in (*gradients, workspace)))
+        stream = cupy.cuda.get_current_stream().ptr
+
+        def call():
+            launch(addresses, stream)
+            return gradients
+
+        return call
+
+    @staticmethod
+    def judge(cell, arrays, bind, call) -> tuple[float, str | None]:
+        """The same for gradients, of calls whose dout is 0 but in the sampled rows; dk and dv then depend on those rows alone."""
+        import cupy
+
+        dout, *others = arrays
+        error, free = 0.0, cupy.get_default_memory_pool().free_all_blocks
+        for part, problem in _samples(cell):
+            sparse = cupy.zeros_like(dout)
+            sparse[:, part] = dout[:, part]
+            dq, dk, dv = (cupy.asnumpy(x[-1:, :, : problem.heads]) for x in bind(cell, sparse, *others)())
+            free()
+            given = [cupy.asnumpy(x[-1:, :, : problem.heads]) for x in (dout, *others[:3])]
+            known = rule.expected_gradients(problem, given[0][:, part], given[1][:, part], *given[2:])
+            try:
+                found = rule.compare_gradients(known, dq[:, part], dk, dv)
+            except rule.AccuracyError as wrong:
+                return float("inf"), f"{WRONG}: {wrong}"
+            error = max(error, found.dq, found.dk, found.dv)
+        return error, None
 
 
-def of_tile(tile, cell, q, k, v):
-    """The kernel with a tile of ours, launched on the current stream."""
-    import cupy
+MEASURED = {"forward": Forward, "backward": Backward}
 
+
+def _shape(cell):
+    return cell.batch, cell.seqlen, cell.heads, cell.head_dim
+
+
+def _layout(array):
+    return Layout(array.shape, array.strides, 16)
+
+
+def _shared_limit():
     from numbaflash import toolchain
-    from numbaflash.kernels import simt
-    from numbaflash.kernels.simt import config as tuning
+    from numbaflash.kernels.simt.config import shared_limit
 
-    device = toolchain.device(cupy.cuda.Device().id)
-    out = cupy.empty_like(q)
-    layouts = Layouts(*(Layout(x.shape, x.strides, 16) for x in (q, k, v, out)))
-    config = tuning.config_of_tile(tile, cell.problem, layouts, device)
-    blocks = cell.batch * cell.heads * -(-cell.seqlen // config.q_tile)
-    plan = simt.plan(cell.problem, layouts, device)
-    launch = simt.prepare(replace(plan, config=config, grid=(blocks,), threads=config.threads, shared_bytes=config.shared_bytes))
-    stream = cupy.cuda.get_current_stream().ptr
-
-    def call():
-        launch(q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, 0, stream)
-        return out
-
-    return call
+    return shared_limit(toolchain.device(0))
 
 
-def contestants(options, cell) -> dict:
-    """Functions of (cell, q, k, v) that return a call, by the name of the library or the tile."""
-    if not options.tiles:
-        return {table.OURS: ours, "dense": dense}
-    from numbaflash import toolchain
-    from numbaflash.kernels.simt import config as tuning
-
-    limit = tuning.shared_limit(toolchain.device(0))
-    tiles = tuning.fitting_tiles("float32", cell.head_dim, cell.head_dim, limit)
-    return {table.OURS: ours} | {f"{t.warps}w{t.lanes_m}x{32 // t.lanes_m}:{t.rows}x{t.columns}": functools.partial(of_tile, t) for t in tiles}
-
-
-def judge(cell, arrays, out) -> tuple[float, str | None]:
-    """Largest error of sampled rows of the first heads in units of the tolerance, and what is wrong, or None."""
-    import cupy
-
+def _samples(cell):
+    """(rows, problem of those rows of up to 4 heads): the first, the middle and the last rows."""
     heads, rows = min(cell.heads, 4), min(ROWS, cell.seqlen)
-    error = 0.0
     for start in sorted({0, (cell.seqlen - rows) // 2, cell.seqlen - rows}):
-        part = slice(start, start + rows)
-        problem = replace(cell.problem, batch=1, seqlen_q=rows, heads=heads, kv_heads=heads, offset=start if cell.causal else 0)
-        q, k, v = (cupy.asnumpy(x[-1:, :, :heads]) for x in arrays)
-        try:
-            error = max(error, rule.compare(rule.expected(problem, q[:, part], k, v), cupy.asnumpy(out[-1:, part, :heads])).out)
-        except rule.AccuracyError as wrong:
-            return float("inf"), f"{WRONG}: {wrong}"
-    return error, None
+        offset = start if cell.causal else 0
+        yield slice(start, start + rows), replace(cell.problem, batch=1, seqlen_q=rows, heads=heads, kv_heads=heads, offset=offset)
 
 
 class Run:
@@ -184,44 +343,46 @@ class Run:
         import cupy
 
         self.options, self.common, self.cupy = options, common, cupy
+        self.measured = MEASURED[options.direction]()
         self.clock, self.memory = Clock(cupy), CupyMemory()
         self.random = cupy.random.default_rng(options.seed)
         self.records = []
 
-    def inputs(self, cell):
-        shape = (cell.batch, cell.seqlen, cell.heads, cell.head_dim)
-        return [self.random.standard_normal(shape, dtype="float32") for _ in range(3)]
+    def normal(self, shape):
+        return self.random.standard_normal(shape, dtype="float32")
 
     def cell(self, cell, target_ms, note):
         """Check, time and weigh everything on a cell; returns how many were timed and the seconds that took."""
-        sets = [self.inputs(cell) for _ in range(timing.input_sets(cell.input_bytes, self.clock.l2_bytes))]
+        measured = self.measured
+        sets = [measured.inputs(cell, self.normal) for _ in range(timing.input_sets(cell.input_bytes, self.clock.l2_bytes))]
         calls, facts = {}, {}
-        for name, bind in contestants(self.options, cell).items():
+        for name, bind in measured.contestants(self.options, cell).items():
             self.cupy.get_default_memory_pool().free_all_blocks()
-            reason = Dense.unfit(_cupy_dense, cell, self.cupy.cuda.runtime.memGetInfo()[0]) if name == "dense" else None
+            reason = CupyDense(measured).unfit(cell, self.cupy.cuda.runtime.memGetInfo()[0]) if name == "dense" else None
             try:
                 if reason is None:
                     bound = [bind(cell, *arrays) for arrays in sets]
-                    error, reason = judge(cell, sets[0], bound[0]())
+                    error, reason = measured.judge(cell, sets[0], bind, bound[0])
             except Exception as caught:  # the others are still measured
                 reason = one_line(caught)
             if reason is not None:
                 self.record(cell, name, {"ms": None, "tflops": None, "skipped": reason})
                 note(f"{cell}: {name} left out: {reason}")
                 continue
-            facts[name] = {"error_per_tolerance": error, "peak_bytes": self.memory.peak(bound[0])[0], "input_sets": len(sets)}
+            facts[name] = {"error_per_tolerance": error, "peak_bytes": self.memory.peak(bound[0])[0], "kept_bytes": measured.kept(cell, name)}
+            facts[name]["input_sets"] = len(sets)
             calls[name] = functools.partial(_next, itertools.cycle(bound))
         start = time.monotonic()
         for name, times in timing.measure(self.clock, calls, rounds=self.options.rounds, target_ms=target_ms).items():
             numbers = times.summary()
-            self.record(cell, name, {**numbers, "tflops": cell.flops / numbers["ms"] / 1e9, **facts[name]})
+            self.record(cell, name, {**numbers, "tflops": measured.flops(cell) / numbers["ms"] / 1e9, **facts[name]})
         return len(calls), time.monotonic() - start
 
     def record(self, cell, name, more):
         import numbaflash
 
         version = f"cupy {self.cupy.__version__}" if name == "dense" else numbaflash.__version__
-        base = {"bench": "simt", "direction": "forward", **cell.fields(), "library": name, "version": version}
+        base = {"bench": "simt", "direction": self.options.direction, **cell.fields(), "library": name, "version": version}
         self.records.append(records.check({**base, **more, "method": timing.METHOD, **self.common}))
 
 
@@ -229,16 +390,11 @@ def _next(turn):
     return next(turn)()
 
 
-class _CupyDense(Dense):
-    """How many arrays of the size of the scores `dense_cupy` holds at once: the product and the scaled scores; causal, one more."""
+class CupyDense(Dense):
+    """What dense attention takes of memory."""
 
-    copies_of_scores = 3
-
-    def __init__(self):  # no torch
-        pass
-
-
-_cupy_dense = _CupyDense()
+    def __init__(self, measured):  # no torch
+        self.copies_of_scores = measured.copies_of_scores
 
 
 def main(arguments=None) -> int:
@@ -250,7 +406,7 @@ def main(arguments=None) -> int:
 
     properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
     common = {"gpu": properties["name"].decode(), "driver": records.driver_version(), "cupy": cupy.__version__, **records.run_fields(options.commit)}
-    path = records.result_path(common["gpu"], "simt", options.out)
+    path = records.result_path(common["gpu"], MEASURED[options.direction].bench, options.out)
     cells = list(options.cells)
     if options.long and not options.tiles:
         dim = options.dims[-1]
@@ -269,17 +425,17 @@ def main(arguments=None) -> int:
         return 130
     finally:
         progress.close()
-    print(table.forward_table(run.records, colour=colour_wanted()))
+    print(table.cell_table(run.records, colour=colour_wanted()))
     print("\n" + memory_table(run.records))
     print(f"\n{path}")
     return int(any(r["ms"] is None for r in run.records if r["library"] == table.OURS))
 
 
 def memory_table(recs) -> str:
-    """Peak memory of each call, output included."""
-    lines = ["peak memory of a call, output included (MiB)"]
+    """Peak memory of each call, what it returns and what the forward has kept for it included."""
+    lines = ["peak memory of a call, what it returns and what the forward has kept for it included (MiB)"]
     for cell, place in table.by_cell(recs).items():
-        shown = ", ".join(f"{name} {record['peak_bytes'] / 2**20:.0f}" for name, record in place.items())
+        shown = ", ".join(f"{name} {(record['peak_bytes'] + record['kept_bytes']) / 2**20:.0f}" for name, record in place.items())
         lines.append(f"  {table.name_of(cell)}: {shown}")
     return "\n".join(lines)
 

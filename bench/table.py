@@ -13,10 +13,11 @@ from statistics import median
 
 from . import records
 from .cells import DTYPES
+from .peers import OURS, OURS_DETERMINISTIC, OWN
 from .progress import colour_wanted
 
-OURS = "numbaflash"
 BASELINE = "dense"
+COLUMNS = {OURS_DETERMINISTIC: "deterministic"}
 METRICS = {"tflops": "TFLOP/s", "ms": "ms"}
 GREEN, YELLOW, RED, RESET = "\033[32m", "\033[33m", "\033[31m", "\033[0m"
 SHORT = {long: short for short, long in DTYPES.items()}
@@ -36,7 +37,7 @@ def by_cell(recs) -> dict[tuple, dict[str, dict]]:
 
 def best_peer(place) -> str | None:
     """The fastest library of a cell that is not numbaflash; dense attention counts too."""
-    return min((name for name in place if name != OURS), key=lambda name: place[name]["ms"], default=None)
+    return min((name for name in place if name not in OWN), key=lambda name: place[name]["ms"], default=None)
 
 
 def ratio(place) -> float | None:
@@ -45,19 +46,26 @@ def ratio(place) -> float | None:
     return place[peer]["ms"] / place[OURS]["ms"] if peer and OURS in place else None
 
 
+def deterministic_ratio(place) -> float | None:
+    """numbaflash's time over that of its deterministic gradients; None where either is missing."""
+    return place[OURS]["ms"] / place[OURS_DETERMINISTIC]["ms"] if OURS in place and OURS_DETERMINISTIC in place else None
+
+
 def spread(place) -> float | None:
     """Half the interquartile range of numbaflash's time, relative to the median; None where it was not saved."""
     mine = place.get(OURS)
     return (mine["ms_q3"] - mine["ms_q1"]) / 2 / mine["ms"] if mine and "ms_q1" in mine else None
 
 
-def forward_table(recs, *, metric="tflops", markdown=False, colour=False) -> str:
+def cell_table(recs, *, metric="tflops", markdown=False, colour=False) -> str:
     """One line a cell: every library, the ratio to the best peer, and the spread of numbaflash's time.
+
+    Where deterministic gradients were measured, a column "det" has numbaflash's time over theirs.
 
     Parameters
     ----------
     recs : list of dict
-        Records with a direction "forward", usually of one run.
+        Records of one direction, usually of one run.
     metric : str
         "tflops" or "ms".
     markdown : bool
@@ -68,8 +76,9 @@ def forward_table(recs, *, metric="tflops", markdown=False, colour=False) -> str
         raise ValueError(f"metric must be one of {', '.join(METRICS)}; got {metric!r}")
     cells = by_cell(recs)
     libraries = list(dict.fromkeys(record["library"] for record in recs))
-    libraries.sort(key=lambda name: (name != OURS, name == BASELINE))
-    head = ["D", "mask", "seqlen", *libraries, "ratio", "+-%"]
+    libraries.sort(key=lambda name: (name != OURS, name not in OWN, name == BASELINE))
+    more = ["det"] if OURS_DETERMINISTIC in libraries else []
+    head = ["D", "mask", "seqlen", *(COLUMNS.get(name, name) for name in libraries), *more, "ratio", "+-%"]
     lines, section = [], None
     for cell in sorted(cells, key=_order):
         values, place = dict(zip(records.CELL, cell, strict=True)), cells[cell]
@@ -80,7 +89,8 @@ def forward_table(recs, *, metric="tflops", markdown=False, colour=False) -> str
         mark = best_peer(place)
         numbers = [(_number(place[name][metric], metric) + "*" * (name == mark)) if name in place else "-" for name in libraries]
         wobble = spread(place)
-        row = [_dims(values), _mask(values), _lengths(values), *numbers, _ratio(ratio(place)), "-" if wobble is None else f"{100 * wobble:.1f}"]
+        row = [_dims(values), _mask(values), _lengths(values), *numbers, *[_ratio(deterministic_ratio(place)) for _ in more]]
+        row += [_ratio(ratio(place)), "-" if wobble is None else f"{100 * wobble:.1f}"]
         lines.append(_line(row, head, markdown, ratio(place) if colour else None))
     return "\n".join(lines)
 
@@ -135,16 +145,21 @@ def _line(row, head, markdown, shade):
 
 def summary(recs, *, bar=1.0, listed=8) -> str:
     """How many cells reach the bar, the least and the middle ratio, and the cells below the bar, worst first."""
-    ratios = {cell: r for cell, place in by_cell(recs).items() if (r := ratio(place)) is not None}
-    if not ratios:
-        return "no cell has both numbaflash and a peer"
-    reached = sum(r >= bar for r in ratios.values())
-    least, middle = min(ratios.values()), median(ratios.values())
-    lines = [f"{reached} of {len(ratios)} cells at {bar:.2f} x the best peer or above; least {least:.2f}, median {middle:.2f}"]
+    ratios = _ratios(recs)
+    if ratios:
+        reached = sum(r >= bar for r in ratios.values())
+        least, middle = min(ratios.values()), median(ratios.values())
+        lines = [f"{reached} of {len(ratios)} cells at {bar:.2f} x the best peer or above; least {least:.2f}, median {middle:.2f}"]
+    else:
+        lines = ["no cell has both numbaflash and a peer"]
     below = sorted((r, cell) for cell, r in ratios.items() if r < bar)
     lines += [f"  {r:.2f}  {name_of(cell)}" for r, cell in below[:listed]]
     if len(below) > listed:
         lines.append(f"  and {len(below) - listed} more")
+    slower = {cell: r for cell, place in by_cell(recs).items() if (r := deterministic_ratio(place)) is not None}
+    if slower:
+        worst = min(slower, key=slower.get)
+        lines.append(f"deterministic: {slower[worst]:.2f} x the speed of the other at least ({name_of(worst)}), median {median(slower.values()):.2f}")
     return "\n".join(lines)
 
 
@@ -167,10 +182,22 @@ def compare(before, after, *, markdown=False, colour=False) -> str:
     ValueError
         When the two share no cell with a ratio.
     """
-    old, new = ({cell: r for cell, place in by_cell(recs).items() if (r := ratio(place)) is not None} for recs in (before, after))
-    shared = sorted(old.keys() & new.keys(), key=_order)
-    if not shared:
+    parts = []
+    for direction in dict.fromkeys(r["direction"] for r in before):
+        ratios = [_ratios(r for r in recs if r["direction"] == direction and not r.get("quantity")) for recs in (before, after)]
+        if ratios[0].keys() & ratios[1].keys():
+            parts.append((direction, _changes(*ratios, markdown, colour)))
+    if not parts:
         raise ValueError("the two results share no cell that has numbaflash and a peer in both")
+    return "\n\n".join(f"# {direction}\n{text}" if len(parts) > 1 else text for direction, text in parts)
+
+
+def _ratios(recs):
+    return {cell: r for cell, place in by_cell(recs).items() if (r := ratio(place)) is not None}
+
+
+def _changes(old, new, markdown, colour):
+    shared = sorted(old.keys() & new.keys(), key=_order)
     changes = [new[cell] / old[cell] for cell in shared]
     width = max(len(name_of(cell)) for cell in shared)
     lines = ["| cell | before | after | change |", "|---|--:|--:|--:|"] if markdown else [f"{'cell':{width}} before  after change"]
@@ -188,7 +215,7 @@ def compare(before, after, *, markdown=False, colour=False) -> str:
 
 
 def latency_table(recs, *, markdown=False) -> str:
-    """Records of `bench.latency`: one line a quantity."""
+    """Records of `bench.latency`, and the like of `bench.training`: one line a quantity."""
     head = ["quantity", "library", "case", "median", "q1", "q3", "unit"]
     rows = [
         [r["quantity"], r["library"], r["case"], *(f"{r[key]:.4g}" for key in ("value", "q1", "q3")), r["unit"]]
@@ -232,9 +259,12 @@ def main(arguments=None) -> int:
 
 
 def tables(recs, *, metric="tflops", markdown=False, colour=False) -> str:
-    """What there is to show of some records: forward cells and their summary, then other quantities."""
+    """What there is to show of some records: the cells of each direction and their summary, then other quantities."""
     timed = [r for r in recs if not r.get("quantity")]
-    parts = [forward_table(timed, metric=metric, markdown=markdown, colour=colour), summary(timed)] if timed else []
+    directions, parts = list(dict.fromkeys(r["direction"] for r in timed)), []
+    for direction in directions:
+        part = [r for r in timed if r["direction"] == direction]
+        parts += [f"# {direction}"] * (len(directions) > 1) + [cell_table(part, metric=metric, markdown=markdown, colour=colour), summary(part)]
     if len(timed) < len(recs):
         parts.append(latency_table(recs, markdown=markdown))
     return "\n\n".join(parts)

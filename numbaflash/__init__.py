@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from .api import Explanation, explain, forward, merge
+    from .api import Explanation, backward, explain, forward, merge
+    from .differentiable import attention
     from .environment import env
     from .problem import UnsupportedError
     from .toolchain.warmup import warmup
 
-__all__ = ["Explanation", "UnsupportedError", "__version__", "env", "explain", "forward", "merge", "warmup"]
+__all__ = ["Explanation", "UnsupportedError", "__version__", "attention", "backward", "env", "explain", "forward", "merge", "warmup"]
 
 _HOME = {
     "Explanation": "explanation",
     "UnsupportedError": "problem",
+    "attention": "differentiable",
+    "backward": "api",
     "env": "environment",
     "explain": "api",
     "forward": "api",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from .arrays import LIBRARIES, one_library
 from .arrays.streams import stream_handle
-from .call import find, prepare
-from .dispatch import forced_family
+from .call import WORKSPACE_ALIGNMENT, find, prepare, prepare_backward
+from .dispatch import BACKWARD_OPERANDS, forced_family
 from .explanation import Explanation
 from .explanation import explain as _explain
 from .merging import merge as _merge
-from .problem import check_causal, check_flag, check_scale, check_window
+from .problem import NEEDS, check_causal, check_flag, check_needs, check_scale, check_window
 
-__all__ = ["Explanation", "explain", "forward", "merge"]
+__all__ = ["Explanation", "backward", "explain", "forward", "merge"]
 
 
 def forward(q, k, v, *, scale=None, causal=False, window=None, return_lse=False, out=None, lse=None, stream=None):
@@ -70,8 +70,8 @@ def forward(q, k, v, *, scale=None, causal=False, window=None, return_lse=False,
     The host does not wait for the device, and everything is allocated by the caller's library: a call can be captured in a CUDA graph
     (after one call of its kind, which loads the kernel). NaN and infinity in keys and values that no query may see have no effect.
 
-    The result is not differentiable. A torch tensor that torch would differentiate is refused; call under ``torch.no_grad()``. In JAX,
-    use ``jax.lax.stop_gradient``.
+    The result is not differentiable: `attention` is, in PyTorch and JAX, and `backward` computes the gradients by hand. A torch tensor that
+    torch would differentiate is refused; call under ``torch.no_grad()``. In JAX, use ``jax.lax.stop_gradient``.
 
     Examples
     --------
@@ -129,10 +129,10 @@ def forward(q, k, v, *, scale=None, causal=False, window=None, return_lse=False,
             raise ValueError("stream is for arrays on a CUDA device; these are on the CPU")
         place = handle = stream_handle(stream, call.index)
     if out_key is None:
-        out = call.new_out(place)
+        out = call.new["out"](place)
         out_at = library.address(out)
     if with_lse and lse_key is None:
-        lse = call.new_lse(place)
+        lse = call.new["lse"](place)
         lse_at = library.address(lse)
 
     apart = call.apart
@@ -156,6 +156,211 @@ def forward(q, k, v, *, scale=None, causal=False, window=None, return_lse=False,
     if lse_key is not None:
         library.written(lse)
     return (out, lse) if return_lse else out
+
+
+def backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    *,
+    scale=None,
+    causal=False,
+    window=None,
+    dlse=None,
+    deterministic=False,
+    dq=None,
+    dk=None,
+    dv=None,
+    needs=NEEDS,
+    stream=None,
+):
+    """Gradients of exact attention with respect to q, k and v, from what `forward` returned, without the matrix of scores.
+
+    The weights are computed again from q, k and the saved LSE: Algorithm 2 of Dao, "FlashAttention-2: Faster Attention with Better
+    Parallelism and Work Partitioning" (2023), Algorithm 4 of Dao et al., "FlashAttention" (2022). With ``p = exp(scale * q @ k.T - lse)``
+    and ``delta = rowsum(dout * out) - dlse``, they are ``dv = p.T @ dout``, ``ds = p * (dout @ v.T - delta)``, ``dq = scale * ds @ k`` and
+    ``dk = scale * ds.T @ q``.
+
+    Parameters
+    ----------
+    dout : array, (batch, seqlen_q, heads, head_dim_v)
+        Gradient of the loss with respect to ``out``: q's library, device and dtype, any strides, 0 (the gradient of a sum) included.
+    q : array, (batch, seqlen_q, heads, head_dim)
+        q, k, v and the options are those of the `forward` call.
+    k : array, (batch, seqlen_k, kv_heads, head_dim)
+    v : array, (batch, seqlen_k, kv_heads, head_dim_v)
+    out : array, (batch, seqlen_q, heads, head_dim_v)
+        What `forward` returned. The results of a merge over several parts of the keys serve as well: each part's gradients then add up to
+        those of the whole.
+    lse : array, (batch, heads, seqlen_q)
+        What `forward` returned with ``return_lse=True``: float32 (float64 for float64).
+    scale, causal, window
+        As `forward` takes them.
+    dlse : array, (batch, heads, seqlen_q), optional
+        Gradient of the loss with respect to the returned LSE, of the dtype of ``lse``.
+    deterministic : bool, optional
+        The same inputs give the same bits, at some cost of time and workspace. Otherwise sums may be taken in any order.
+    dq : array, (batch, seqlen_q, heads, head_dim), optional
+        Where to write the gradient of q: q's library, dtype and device, any strides that give each element its own place, no memory shared
+        with the other arrays. What it holds is replaced, not added to.
+    dk : array, (batch, seqlen_k, kv_heads, head_dim), optional
+    dv : array, (batch, seqlen_k, kv_heads, head_dim_v), optional
+    needs : tuple of "q", "k" and "v", optional
+        The inputs whose gradients are wanted; the others are not computed.
+    stream : stream of CuPy, torch, Numba or CUDA Python, or int handle, optional
+        CUDA stream to work on, as in `forward`.
+
+    Returns
+    -------
+    dq : array, (batch, seqlen_q, heads, head_dim), or None
+        q's library, dtype and device, row-major if it is new; None when not in ``needs``. Sums are in float32 (float64 for float64) and
+        rounded once. 0 in a row that sees no key.
+    dk : array, (batch, seqlen_k, kv_heads, head_dim), or None
+        Summed over the query heads that share the key head. 0 for a key that no query sees.
+    dv : array, (batch, seqlen_k, kv_heads, head_dim_v), or None
+
+    Raises
+    ------
+    TypeError
+        For a wrong kind or dtype: integers, ``lse`` of None, several libraries, JAX arrays (differentiate `numbaflash.jax.attention`).
+    ValueError
+        For a wrong shape or value: ``out`` or ``lse`` of another problem, an unknown name in ``needs``, a gradient that is given and not
+        needed.
+    UnsupportedError
+        For a legal problem whose gradients no kernel family can compute; the message gives each one's reason.
+
+    Notes
+    -----
+    The host does not wait for the device, and everything, a workspace that grows with the lengths and not with their product included, is
+    allocated by the caller's library: a call can be captured in a CUDA graph after one call of its kind. NaN and infinity in keys and values
+    that no query sees, and in rows of q, out and dout that see no key, have no effect.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import numbaflash as nf
+    >>> rng = np.random.default_rng(0)
+    >>> q = rng.standard_normal((2, 100, 8, 64), dtype=np.float32)
+    >>> k, v = rng.standard_normal((2, 2, 300, 2, 64), dtype=np.float32)
+    >>> out, lse = nf.forward(q, k, v, causal=True, return_lse=True)
+    >>> dout = np.broadcast_to(np.float32(1), out.shape)  # of loss = out.sum()
+    >>> dq, dk, dv = nf.backward(dout, q, k, v, out, lse, causal=True)
+    >>> dq.shape, dk.shape, dv.shape
+    ((2, 100, 8, 64), (2, 300, 2, 64), (2, 300, 2, 64))
+    >>> nf.backward(dout, q, k, v, out, lse, causal=True, needs=("v",))[:2]
+    (None, None)
+    """
+    kind = LIBRARIES.get
+    library = kind(type(q))
+    if library is None or not (library is kind(type(dout)) is kind(type(k)) is kind(type(v)) is kind(type(out)) is kind(type(lse))):
+        for name, x in (("out", out), ("lse", lse)):
+            if x is None:
+                raise TypeError(f"{name} is missing: the backward needs the {name} that numbaflash.forward(..., return_lse=True) returned; got None")
+        library = one_library(dout=dout, q=q, k=k, v=v, out=out, lse=lse)
+    if needs != NEEDS:
+        needs = check_needs(needs)
+    if dlse is not None and kind(type(dlse)) is not library:
+        one_library(q=q, dlse=dlse)
+    for name, given in (("q", dq), ("k", dk), ("v", dv)):
+        if given is not None:
+            if name not in needs:
+                raise ValueError(f'd{name} was given, but "{name}" is not in needs; got needs={needs!r}. Add it, or leave d{name} out')
+            if kind(type(given)) is not library:
+                one_library(q=q, **{f"d{name}": given})
+    if scale is not None and type(scale) is not float:
+        scale = check_scale(scale, 1)
+    if causal is not False and causal is not True:
+        causal = check_causal(causal)
+    if window is not None:
+        window = check_window(window)
+    if deterministic is not False and deterministic is not True:
+        deterministic = check_flag("deterministic", deterministic)
+    options = {"scale": scale, "causal": causal, "window": window}
+    if library.backward is not None:
+        more = {"dlse": dlse, "deterministic": deterministic, "dq": dq, "dk": dk, "dv": dv, "needs": needs, "stream": stream}
+        return library.backward(dout, q, k, v, out, lse, **options, **more)
+
+    inspect = library.inspect
+    dlse_key = dq_key = dk_key = dv_key = None
+    dlse_at = dq_at = dk_at = dv_at = workspace_at = 0
+    try:
+        dout_at, dout_key = inspect(dout)
+        q_at, q_key = inspect(q)
+        k_at, k_key = inspect(k)
+        v_at, v_key = inspect(v)
+        out_at, out_key = inspect(out)
+        lse_at, lse_key = inspect(lse)
+        if dlse is not None:
+            dlse_at, dlse_key = inspect(dlse)
+        if dq is not None:
+            dq_at, dq_key = library.inspect_result(dq)
+        if dk is not None:
+            dk_at, dk_key = library.inspect_result(dk)
+        if dv is not None:
+            dv_at, dv_key = library.inspect_result(dv)
+    except Exception:
+        for name, x in _present(dout=dout, q=q, k=k, v=v, out=out, lse=lse, dlse=dlse, dq=dq, dk=dk, dv=dv).items():
+            library.describe(x, name)
+        raise
+    inputs = (dout_key, q_key, k_key, v_key, out_key, lse_key, dlse_key)
+    key = (library, inputs, dq_key, dk_key, dv_key, scale, causal, window, deterministic, needs, forced_family())
+    call = find(key)
+    if call is None:
+        arrays = _present(dout=dout, q=q, k=k, v=v, out=out, lse=lse, dlse=dlse, dq=dq, dk=dk, dv=dv)
+        call = prepare_backward(key, library, arrays, options, needs, deterministic)
+
+    if stream is None:
+        place, handle = None, call.current_stream()
+    else:
+        if call.index is None:
+            raise ValueError("stream is for arrays on a CUDA device; these are on the CPU")
+        place = handle = stream_handle(stream, call.index)
+    new = call.new
+    if dq_key is None and "q" in needs:
+        dq = new["dq"](place)
+        dq_at = library.address(dq)
+    if dk_key is None and "k" in needs:
+        dk = new["dk"](place)
+        dk_at = library.address(dk)
+    if dv_key is None and "v" in needs:
+        dv = new["dv"](place)
+        dv_at = library.address(dv)
+    if call.workspace is not None:
+        workspace = call.workspace(place)
+        workspace_at = library.address(workspace) + WORKSPACE_ALIGNMENT - 1 & -WORKSPACE_ALIGNMENT
+
+    addresses = dout_at, q_at, k_at, v_at, out_at, lse_at, dlse_at, dq_at, dk_at, dv_at, workspace_at
+    apart = call.apart
+    if (
+        call.simple
+        and (dout_at and q_at and k_at and v_at and out_at and lse_at and (dlse_at or dlse_key is None))
+        and (apart(*addresses) if apart is not None else not (dq_at | dk_at | dv_at) & 15)
+    ):
+        call.launch(addresses, handle)
+    else:
+        arrays = _present(dout=dout, q=q, k=k, v=v, out=out, lse=lse, dlse=dlse, dq=dq, dk=dk, dv=dv)
+        if call.launch is None:
+            call.check_addresses(dict(zip(BACKWARD_OPERANDS, addresses, strict=True)))
+            for x in (dq, dk, dv):
+                if x is not None:
+                    library.clear(x, place)
+        elif (dq_key is None and dq_at & 15) or (dk_key is None and dk_at & 15) or (dv_key is None and dv_at & 15):
+            more = {"dlse": dlse, "deterministic": deterministic, "needs": needs, "stream": stream}  # another kind, as in `forward`
+            return backward(dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, **options, **more)
+        else:
+            call.launch_checked(library, arrays, dict(zip(BACKWARD_OPERANDS, addresses, strict=True)), place, handle)
+    if place is not None:
+        library.used_on(place, _present(dout=dout, q=q, k=k, v=v, out=out, lse=lse, dlse=dlse, dq=dq, dk=dk, dv=dv).values())
+    if dq_key is not None:
+        library.written(dq)
+    if dk_key is not None:
+        library.written(dk)
+    if dv_key is not None:
+        library.written(dv)
+    return dq, dk, dv
 
 
 def _present(**arrays) -> dict:
@@ -204,13 +409,18 @@ def merge(outs, lses):
     return _merge(outs, lses)
 
 
-def explain(q, k, v, *, scale=None, causal=False, window=None, return_lse=False, out=None, lse=None):
-    """Say how `forward` would run these arguments: which kernel, which tiles, and why not another. Nothing is run.
+def explain(q, k, v, *, scale=None, causal=False, window=None, return_lse=False, out=None, lse=None, direction="forward", deterministic=False):
+    """Say how `forward` or `backward` would run these arguments: which kernel, which tiles, and why not another. Nothing is run.
 
     Parameters
     ----------
     q, k, v, scale, causal, window, return_lse, out, lse
         As `forward` takes them; with the same checks. The values in the arrays are not read.
+    direction : "forward" or "backward", optional
+        For "backward", ``out`` and ``lse`` are what is read, all three gradients are needed and new, and dout is row-major, as out and lse are
+        where they are not given. An LSE is part of it, whatever ``return_lse`` says.
+    deterministic : bool, optional
+        As `backward` takes it. `forward` always is.
 
     Returns
     -------
@@ -231,4 +441,5 @@ def explain(q, k, v, *, scale=None, causal=False, window=None, return_lse=False,
     >>> nf.explain(x, x, x, causal=True).plan.family
     'cpu'
     """
-    return _explain(q, k, v, scale=scale, causal=causal, window=window, return_lse=return_lse, out=out, lse=lse)
+    options = {"scale": scale, "causal": causal, "window": window, "return_lse": return_lse}
+    return _explain(q, k, v, **options, out=out, lse=lse, direction=direction, deterministic=deterministic)

@@ -13,11 +13,16 @@ from dataclasses import dataclass
 from . import dispatch
 from .arrays import ITEMSIZE, Facts, Library, contiguous_strides
 from .memory import extent, overlaps, overlaps_itself
-from .problem import Problem, check_result, make_problem
+from .problem import Problem, check_result, check_saved, make_problem
 
-RESULTS = ("out", "lse")
+RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
+"""Operands that a call writes, by its direction."""
+
 MAX_CALLS = 2048
 """Kinds of calls kept prepared; beyond that the oldest one is forgotten."""
+
+WORKSPACE_ALIGNMENT = 256
+"""Bytes that divide the address of a workspace, whatever the library's allocator promises."""
 
 _lock = threading.Lock()
 _prepared: dict[tuple, Call] = {}
@@ -30,11 +35,15 @@ class Call:
 
     Attributes
     ----------
+    direction : str
+        "forward" or "backward".
     plan : Plan or None
-        None when the result has no element.
-    launch : Launch or None
-    new_out, new_lse : callable
-        Of a stream (None: the current one), a new array in the caller's library.
+        None when there is nothing to launch: no result has an element, or every gradient is 0.
+    launch : Launch, BackwardLaunch or None
+    new : dict of str to callable
+        For each result, a function of a stream (None: the current one) that returns a new array in the caller's library.
+    workspace : callable or None
+        The same for memory of the plan's ``workspace_bytes``, and what aligning it takes.
     current_stream : callable
         The stream handle of the library's current stream; 0 on the CPU.
     index : int or None
@@ -44,56 +53,58 @@ class Call:
     simple : bool
         Nothing to do but launch: something to compute, and no copy.
     apart : callable or None
-        Of five addresses: whether results that the caller gave lie wholly beside everything else, the quick answer to what
-        `launch_checked` looks into. None when the results are new.
+        Of the addresses of all operands, in their order: whether results that the caller gave lie wholly beside everything else and new
+        ones are aligned, the quick answer to what `launch_checked` looks into. None when all results are new.
     """
 
+    direction: str
     plan: dispatch.Plan | None
     launch: Callable | None
-    new_out: Callable
-    new_lse: Callable
+    new: dict[str, Callable]
+    workspace: Callable | None
     current_stream: Callable[[], int]
     index: int | None
     facts: dict[str, Facts]
     simple: bool
-    apart: Callable[[int, int, int, int, int], bool] | None
+    apart: Callable[..., bool] | None
 
     def launch_checked(self, library: Library, arrays: dict, addresses: dict, stream: int | None, handle: int) -> None:
         """Launch with what only some calls need: checks of addresses, and copies."""
-        self._check_addresses(arrays, addresses)
+        self.check_addresses(addresses)
         copied = {}
         for name in self.plan.copies:
             if name in arrays:
-                copied[name] = self._new_result(name, stream) if name in RESULTS else library.contiguous(arrays[name], stream)
+                copied[name] = self.new[name](stream) if name in self.new else library.contiguous(arrays[name], stream)
         at = addresses | {name: library.address(x) for name, x in copied.items()}
-        self.launch(*(at[name] for name in dispatch.OPERANDS), handle)
-        for name in RESULTS:
+        if self.direction == "forward":
+            self.launch(*(at[name] for name in dispatch.OPERANDS), handle)
+        else:
+            self.launch(tuple(at[name] for name in dispatch.BACKWARD_OPERANDS), handle)
+        for name in self.new:
             if name in copied:
                 library.assign(arrays[name], copied[name], stream)
 
-    def _new_result(self, name, stream):
-        return (self.new_out if name == "out" else self.new_lse)(stream)
-
-    def _check_addresses(self, arrays, addresses):
+    def check_addresses(self, addresses):
         """Arrays that have elements must have memory, and results must not touch what is read, nor each other."""
-        for name in arrays:
-            if not addresses[name] and not (name in self.facts and 0 in self.facts[name].shape):
+        for name, given in self.facts.items():
+            if not addresses[name] and 0 not in given.shape:
                 raise ValueError(f"{name} has no memory: it was deleted or released before the call")
-        check_apart(self.facts, addresses)
+        check_apart(self.facts, addresses, self.direction)
 
 
-def check_apart(facts: dict[str, Facts], addresses: dict[str, int]) -> None:
+def check_apart(facts: dict[str, Facts], addresses: dict[str, int], direction: str = "forward") -> None:
     """Results that the caller gave must not touch what is read, nor each other."""
+    results = RESULTS[direction]
     places = {name: (addresses[name], each.shape, each.strides, ITEMSIZE[each.dtype]) for name, each in facts.items()}
-    for result in RESULTS:
+    for result in results:
         for other in facts:
             if result in facts and other != result and overlaps(places[result], places[other]):
-                use = "read" if other in "qkv" else "written"
+                use = "written" if other in results else "read"
                 raise ValueError(f"{result} must not share memory with {other}, which is {use} in the same call")
 
 
 def prepare(key, library: Library, arrays: dict, options: dict, with_lse: bool) -> Call:
-    """Check, plan and build the call of a new kind, and remember it.
+    """Check, plan and build the forward call of a new kind, and remember it.
 
     Parameters
     ----------
@@ -108,24 +119,41 @@ def prepare(key, library: Library, arrays: dict, options: dict, with_lse: bool) 
         Whether an LSE is wanted.
     """
     facts, problem = describe(library, arrays, options)
-    plan = launch = None
-    if not problem.is_empty:
-        plan = plan_call(problem, facts, with_lse, device_of(facts["q"]))
-        launch = dispatch.family(plan.family).prepare(plan)
-        launch = _logged(plan, launch)
+    plan = None if problem.is_empty else plan_call(problem, facts, with_lse, device_of(facts["q"]))
+    return _remember(key, _call("forward", library, arrays["q"], facts, problem, plan))
+
+
+def prepare_backward(key, library: Library, arrays: dict, options: dict, needs: tuple[str, ...], deterministic: bool) -> Call:
+    """The same for a backward call: `arrays` holds dout, q, k, v, out, lse, and those of dlse, dq, dk and dv that were given."""
+    facts, problem = describe(library, arrays, options, "backward")
+    idle = problem.sees_nothing or not needs
+    plan = None if idle else plan_backward_call(problem, facts, needs, deterministic, device_of(facts["q"]))
+    return _remember(key, _call("backward", library, arrays["q"], facts, problem, plan))
+
+
+def _call(direction, library, like, facts, problem, plan) -> Call:
+    launch = workspace = None
+    if plan is not None:
+        launch = _logged(plan, dispatch.family(plan.family, direction).prepare(plan))
+        if plan.workspace_bytes:
+            workspace = library.allocator(like, (-(-(plan.workspace_bytes + WORKSPACE_ALIGNMENT) // 4),), "float32")
     q = facts["q"]
     on_gpu = q.kind == "cuda"
-    call = Call(
+    return Call(
+        direction=direction,
         plan=plan,
         launch=launch,
-        new_out=library.allocator(arrays["q"], problem.out_shape, problem.dtype),
-        new_lse=library.allocator(arrays["q"], problem.lse_shape, problem.lse_dtype),
+        new={name: library.allocator(like, problem.shape_of(name), problem.dtype_of(name)) for name in RESULTS[direction]},
+        workspace=workspace,
         current_stream=library.current_stream(q.index or 0) if on_gpu else int,
         index=q.index or 0 if on_gpu else None,
         facts=facts,
         simple=launch is not None and not plan.copies,
-        apart=_apart(facts) if any(name in facts for name in RESULTS) else None,
+        apart=_apart(facts, direction) if any(name in facts for name in RESULTS[direction]) else None,
     )
+
+
+def _remember(key, call: Call) -> Call:
     with _lock:
         while len(_prepared) >= MAX_CALLS:
             del _prepared[next(iter(_prepared))]
@@ -133,30 +161,26 @@ def prepare(key, library: Library, arrays: dict, options: dict, with_lse: bool) 
     return call
 
 
-def _apart(facts: dict[str, Facts]):
+def _apart(facts: dict[str, Facts], direction: str):
     """See `Call.apart`."""
-    ends = []
-    for name in dispatch.OPERANDS:
-        if name in facts:
-            given = facts[name]
-            ends += extent(0, given.shape, given.strides, ITEMSIZE[given.dtype])
-        else:
-            ends += [0, 0]
-    q_low, q_high, k_low, k_high, v_low, v_high, out_low, out_high, lse_low, lse_high = ends
-    has_out, has_lse = (name in facts for name in RESULTS)
+    operands, results = (dispatch.OPERANDS, RESULTS[direction]) if direction == "forward" else (dispatch.BACKWARD_OPERANDS[:-1], RESULTS[direction])
+    ends = {name: extent(0, each.shape, each.strides, ITEMSIZE[each.dtype]) for name, each in facts.items()}
+    given = [(operands.index(name), *ends[name]) for name in results if name in facts]
+    read = [(operands.index(name), *ends[name]) for name in operands if name in facts and name not in results]
+    pairs = [(one, other) for n, one in enumerate(given) for other in (*read, *given[n + 1 :])]
+    new = [operands.index(name) for name in results if name not in facts]
 
-    def touches_input(low, high, q, k, v):
-        return (q + q_low < high and low < q + q_high) or (k + k_low < high and low < k + k_high) or (v + v_low < high and low < v + v_high)
-
-    def apart(q, k, v, out, lse):
-        low, high = out + out_low, out + out_high
-        if has_lse:
-            other_low, other_high = lse + lse_low, lse + lse_high
-            if not lse or touches_input(other_low, other_high, q, k, v) or (has_out and other_low < high and low < other_high):
+    def apart(*addresses):
+        for at in new:
+            if addresses[at] & 15:  # less alignment than plans take for granted
                 return False
-        elif lse & 15:  # a new array of less alignment than plans take for granted
-            return False
-        return not touches_input(low, high, q, k, v) if has_out else not out & 15
+        for at, _, _ in given:
+            if not addresses[at]:
+                return False
+        for (at, low, high), (other, other_low, other_high) in pairs:
+            if addresses[at] + low < addresses[other] + other_high and addresses[other] + other_low < addresses[at] + high:
+                return False
+        return True
 
     return apart
 
@@ -167,7 +191,7 @@ def forget() -> None:
         _prepared.clear()
 
 
-def describe(library: Library, arrays: dict, options: dict) -> tuple[dict[str, Facts], Problem]:
+def describe(library: Library, arrays: dict, options: dict, direction: str = "forward") -> tuple[dict[str, Facts], Problem]:
     """Facts of the arrays, and the problem they pose: every check of an argument."""
     facts = {name: library.describe(x, name) for name, x in arrays.items()}
     problem = make_problem(
@@ -175,12 +199,14 @@ def describe(library: Library, arrays: dict, options: dict) -> tuple[dict[str, F
         [facts[name].dtype for name in "qkv"],
         **options,
     )
-    for name, wanted, dtype in (("out", problem.out_shape, problem.dtype), ("lse", problem.lse_shape, problem.lse_dtype)):
-        if name in facts:
-            given = facts[name]
-            check_result(name, given.shape, given.dtype, want_shape=wanted, want_dtype=dtype, readonly=given.readonly)
-            if overlaps_itself(given.shape, given.strides, ITEMSIZE[dtype]):
+    for name, given in facts.items():
+        want = {"want_shape": problem.shape_of(name), "want_dtype": problem.dtype_of(name)}
+        if name in RESULTS[direction]:
+            check_result(name, given.shape, given.dtype, readonly=given.readonly, **want)
+            if overlaps_itself(given.shape, given.strides, ITEMSIZE[given.dtype]):
                 raise ValueError(f"{name} must give every element a place of its own; got strides {given.strides} (bytes) for shape {given.shape}")
+        elif name not in "qkv":
+            check_saved(name, given.shape, given.dtype, **want)
     if library.one_device:
         check_one_device(facts)
     return facts, problem
@@ -193,26 +219,36 @@ def check_one_device(facts: dict[str, Facts]) -> None:
 
 def plan_call(problem: Problem, facts: dict[str, Facts], with_lse: bool, device: dispatch.Device) -> dispatch.Plan:
     """The plan of a problem for arrays as they lie; results that are not among the facts are new and row-major."""
-    layouts, misaligned = {}, {}
-    for name, shape, dtype in (
-        ("q", problem.q_shape, problem.dtype),
-        ("k", problem.k_shape, problem.dtype),
-        ("v", problem.v_shape, problem.dtype),
-        ("out", problem.out_shape, problem.dtype),
-        ("lse", problem.lse_shape, problem.lse_dtype),
-    ):
-        layouts[name] = dispatch.Layout(shape, contiguous_strides(shape, ITEMSIZE[dtype]))
-        if name in facts:
-            given = _layout(facts[name], ITEMSIZE[dtype])
-            if given is None:
-                misaligned[name] = "its elements are not aligned to their size"
-            else:
-                layouts[name] = given
-    if not with_lse:
-        layouts["lse"] = None
+    layouts, misaligned = _layouts(problem, facts, dispatch.OPERANDS if with_lse else dispatch.OPERANDS[:-1])
     plan = dispatch.make_plan(problem, dispatch.Layouts(**layouts), device)
-    for name, reason in misaligned.items():
-        plan.copies.setdefault(name, reason)
+    return _with_copies(plan, misaligned)
+
+
+def plan_backward_call(problem: Problem, facts: dict[str, Facts], needs, deterministic: bool, device: dispatch.Device) -> dispatch.Plan:
+    """The same for the gradients of ``needs``, with a gradient of the LSE when ``dlse`` is among the facts."""
+    operands = ["dout", "q", "k", "v", "out", "lse", *(["dlse"] if "dlse" in facts else []), *(f"d{name}" for name in needs)]
+    layouts, misaligned = _layouts(problem, facts, operands)
+    plan = dispatch.make_backward_plan(problem, dispatch.BackwardLayouts(**layouts), device, deterministic)
+    return _with_copies(plan, misaligned)
+
+
+def _layouts(problem, facts, operands):
+    """(layouts, those among them that stand for arrays which no kernel should read)."""
+    layouts, misaligned = {}, []
+    for name in operands:
+        shape, itemsize = problem.shape_of(name), ITEMSIZE[problem.dtype_of(name)]
+        given = _layout(facts[name], itemsize) if name in facts else None
+        if given is None:
+            given = dispatch.Layout(shape, contiguous_strides(shape, itemsize))
+            if name in facts:
+                misaligned.append(name)
+        layouts[name] = given
+    return layouts, misaligned
+
+
+def _with_copies(plan, misaligned):
+    for name in misaligned:
+        plan.copies.setdefault(name, "its elements are not aligned to their size")
     return plan
 
 

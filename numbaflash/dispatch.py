@@ -18,6 +18,10 @@ FAMILIES = ("sm90", "simt", "cpu")
 """Kernel families, the preferred one first."""
 
 OPERANDS = ("q", "k", "v", "out", "lse")
+"""Arrays of a forward call, in the order in which a `Launch` takes their addresses."""
+
+BACKWARD_OPERANDS = ("dout", "q", "k", "v", "out", "lse", "dlse", "dq", "dk", "dv", "workspace")
+"""Arrays of a backward call, in the order in which a `BackwardLaunch` takes their addresses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,22 @@ class Layouts:
 
 
 @dataclass(frozen=True, slots=True)
+class BackwardLayouts:
+    """Layout of every operand of a backward call. ``dlse`` is None without a gradient of the LSE, a gradient that nobody needs is None."""
+
+    dout: Layout
+    q: Layout
+    k: Layout
+    v: Layout
+    out: Layout
+    lse: Layout
+    dlse: Layout | None = None
+    dq: Layout | None = None
+    dk: Layout | None = None
+    dv: Layout | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """How a problem is going to be run; what `explain` prints is what a call uses.
 
@@ -90,7 +110,7 @@ class Plan:
     family : str
     problem : Problem
     device : Device
-    layouts : Layouts
+    layouts : Layouts or BackwardLayouts
         As the kernel sees them: a copied operand is contiguous here.
     config : object
         The family's frozen tuning choice (tile sizes, stages, ...).
@@ -103,18 +123,27 @@ class Plan:
         Operands that are copied before (inputs) or after (results) the kernel, with the reason.
     rejected : dict of str to tuple of str
         Families ahead of the chosen one, each with its reasons.
+    direction : str
+        "forward" or "backward".
+    deterministic : bool
+        Backward only: the same inputs give the same bits.
+    workspace_bytes : int
+        Backward only: memory that the caller's library allocates for the call, 256-byte aligned, of any contents.
     """
 
     family: str
     problem: Problem
     device: Device
-    layouts: Layouts
+    layouts: Layouts | BackwardLayouts
     config: Any = None
     grid: tuple[int, ...] = ()
     threads: int = 0
     shared_bytes: int = 0
     copies: dict[str, str] = field(default_factory=dict)
     rejected: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    direction: str = "forward"
+    deterministic: bool = False
+    workspace_bytes: int = 0
 
 
 class Launch(Protocol):
@@ -125,6 +154,12 @@ class Launch(Protocol):
     """
 
     def __call__(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None: ...
+
+
+class BackwardLaunch(Protocol):
+    """The same for the backward: every address at once, in the order of `BACKWARD_OPERANDS`, 0 for what there is none of."""
+
+    def __call__(self, addresses: tuple[int, ...], stream: int) -> None: ...
 
 
 class Family(Protocol):
@@ -141,6 +176,22 @@ class Family(Protocol):
 
     def resources(self, plan: Plan) -> dict[str, Any]:
         """Registers, spills and the like of the built kernel, for `explain`; may build it."""
+
+
+class BackwardFamily(Protocol):
+    """What the subpackage ``backward`` of a family provides."""
+
+    def supports(self, problem: Problem, device: Device) -> tuple[str, ...]:
+        """As `Family.supports`."""
+
+    def plan(self, problem: Problem, layouts: BackwardLayouts, device: Device, deterministic: bool) -> Plan:
+        """As `Family.plan`, with the direction, determinism and workspace of the plan set."""
+
+    def prepare(self, plan: Plan) -> BackwardLaunch:
+        """As `Family.prepare`."""
+
+    def resources(self, plan: Plan) -> dict[str, Any]:
+        """As `Family.resources`."""
 
 
 _forced: ContextVar[str | None] = ContextVar("numbaflash_family", default=None)
@@ -162,9 +213,9 @@ def forced_family() -> str | None:
     return _forced.get()
 
 
-def family(name: str) -> Family:
-    """The package of a kernel family, imported when first asked for."""
-    return importlib.import_module(f"{__package__}.kernels.{name}")
+def family(name: str, direction: str = "forward") -> Family | BackwardFamily:
+    """The package of a kernel family for a direction, imported when first asked for."""
+    return importlib.import_module(f"{__package__}.kernels.{name}" + (".backward" if direction == "backward" else ""))
 
 
 def make_plan(problem: Problem, layouts: Layouts, device: Device) -> Plan:
@@ -175,14 +226,25 @@ def make_plan(problem: Problem, layouts: Layouts, device: Device) -> Plan:
     UnsupportedError
         When none can; the message names each family and its reasons.
     """
+    return _first_plan(problem, device, "forward", lambda package: package.plan(problem, layouts, device))
+
+
+def make_backward_plan(problem: Problem, layouts: BackwardLayouts, device: Device, deterministic: bool = False) -> Plan:
+    """The same for the gradients."""
+    return _first_plan(problem, device, "backward", lambda package: package.plan(problem, layouts, device, deterministic))
+
+
+def _first_plan(problem, device, direction, plan_with):
     forced = _forced.get()
     rejected = {}
     for name in FAMILIES if forced is None else (forced,):
-        reasons = family(name).supports(problem, device)
+        package = family(name, direction)
+        reasons = package.supports(problem, device)
         if not reasons:
-            plan = family(name).plan(problem, layouts, device)
+            plan = plan_with(package)
             plan.rejected.update(rejected)
             return plan
         rejected[name] = reasons
     lines = "".join(f"\n  {name}: {'; '.join(reasons)}" for name, reasons in rejected.items())
-    raise UnsupportedError(f"no kernel family can compute this problem on {device.name}:{lines}")
+    what = "problem" if direction == "forward" else "problem's gradients"
+    raise UnsupportedError(f"no kernel family can compute this {what} on {device.name}:{lines}")

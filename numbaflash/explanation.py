@@ -7,20 +7,20 @@ from typing import Any
 
 from . import dispatch
 from .arrays import one_library
-from .call import check_apart, describe, device_of, plan_call
-from .problem import Problem, check_flag
+from .call import RESULTS, check_apart, describe, device_of, plan_backward_call, plan_call
+from .problem import NEEDS, Problem, check_flag
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """How `forward` would run a problem; print it.
+    """How `forward` or `backward` would run a problem; print it.
 
     Attributes
     ----------
     problem : Problem
     device : Device
     plan : Plan or None
-        None when the result has no element, so that nothing is launched.
+        None when nothing is launched: no result has an element, or no query sees a key and every gradient is 0.
     resources : dict
         Registers, spills and the like of the kernel, as its family counts them; "error" alone where that needs a tool that is missing.
     families : dict of str to tuple of str
@@ -43,8 +43,10 @@ class Explanation:
             ("device", where),
         ]
         if plan is None:
-            lines.append(("kernel", "none: the result has no element"))
+            lines.append(("kernel", "none: " + ("the result has no element" if p.is_empty else "no query sees a key, so every gradient is 0")))
         else:
+            if plan.direction == "backward":
+                lines.append(("direction", "backward, deterministic" if plan.deterministic else "backward"))
             lines += [
                 ("family", plan.family),
                 ("config", _config(plan.config)),
@@ -55,6 +57,8 @@ class Explanation:
                 )
             else:
                 lines.append(("threads", str(plan.threads)))
+            if plan.direction == "backward":
+                lines.append(("workspace", f"{plan.workspace_bytes} bytes"))
             lines += [
                 ("resources", ", ".join(f"{name} {value}" for name, value in self.resources.items()) or "not counted"),
                 ("copies", "; ".join(f"{name}: {reason}" for name, reason in plan.copies.items()) or "none"),
@@ -84,15 +88,22 @@ def _config(config) -> str:
     return str(config)
 
 
-def explain(q, k, v, *, scale, causal, window, return_lse, out, lse) -> Explanation:
+def explain(q, k, v, *, scale, causal, window, return_lse, out, lse, direction, deterministic) -> Explanation:
     """See `numbaflash.explain`."""
+    if direction not in RESULTS:
+        raise ValueError(f'direction must be "forward" or "backward"; got {direction!r}')
     given = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
     with_lse = check_flag("return_lse", return_lse) or lse is not None
+    deterministic = check_flag("deterministic", deterministic)
     arrays = {name: x for name, x in given.items() if x is not None}
     library = one_library(**arrays)
-    facts, problem = describe(library, arrays, {"scale": scale, "causal": causal, "window": window})
-    check_apart(facts, {name: each.address for name, each in facts.items()})
+    facts, problem = describe(library, arrays, {"scale": scale, "causal": causal, "window": window}, direction)
+    check_apart(facts, {name: each.address for name, each in facts.items()}, direction)
     device = device_of(facts["q"])
+    if direction == "backward":
+        if problem.sees_nothing:
+            return Explanation(problem, device, None)
+        return explain_plan(plan_backward_call(problem, facts, NEEDS, deterministic, device))
     if problem.is_empty:
         return Explanation(problem, device, None)
     return explain_plan(plan_call(problem, facts, with_lse, device))
@@ -103,7 +114,7 @@ def explain_plan(plan: dispatch.Plan) -> Explanation:
     families = {}
     for name in dispatch.FAMILIES:
         if name != plan.family:
-            reasons = plan.rejected.get(name) or dispatch.family(name).supports(plan.problem, plan.device)
+            reasons = plan.rejected.get(name) or dispatch.family(name, plan.direction).supports(plan.problem, plan.device)
             families[name] = tuple(reasons) or (f"{plan.family} is preferred",)
     return Explanation(plan.problem, plan.device, plan, _resources(plan), families)
 
@@ -113,6 +124,6 @@ def _resources(plan: dispatch.Plan) -> dict[str, Any]:
     from .toolchain import CompileError, ToolMissingError
 
     try:
-        return dispatch.family(plan.family).resources(plan)
+        return dispatch.family(plan.family, plan.direction).resources(plan)
     except (CompileError, ToolMissingError) as error:
         return {"error": " ".join(str(error).split())}

@@ -17,6 +17,9 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+NEEDS = ("q", "k", "v")
+"""Inputs that have gradients."""
+
 MAX_HEAD_DIM = 256
 MAX_SEQLEN = 2**30  # row and key numbers, and their sums with the offset, stay within int32
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -93,6 +96,19 @@ class Problem:
     def lse_shape(self):
         return (self.batch, self.heads, self.seqlen_q)
 
+    def shape_of(self, operand: str) -> tuple[int, ...]:
+        """Shape of an operand of a forward or backward call, one of `numbaflash.dispatch.BACKWARD_OPERANDS` but the workspace."""
+        return getattr(self, f"{_primal(operand)}_shape")
+
+    def dtype_of(self, operand: str) -> str:
+        """Element type of an operand."""
+        return self.lse_dtype if _primal(operand) == "lse" else self.dtype
+
+    @property
+    def sees_nothing(self) -> bool:
+        """There is no pair of a query and a key (where there are both, some query sees some key): every gradient is 0 or has no element."""
+        return self.is_empty or not self.seqlen_k
+
     @property
     def visible_pairs(self) -> int:
         """Number of (query, key) pairs a head computes, the basis of every FLOP count."""
@@ -105,6 +121,11 @@ class Problem:
         lo = 0 if self.left is None else max(0, query + self.offset - self.left)
         hi = self.seqlen_k if self.right is None else min(self.seqlen_k, query + self.offset + self.right + 1)
         return lo, max(lo, hi)
+
+
+def _primal(operand):
+    """A gradient has the shape and element type of what it is the gradient of."""
+    return operand.removeprefix("d")
 
 
 def make_problem(q_shape, k_shape, v_shape, dtypes, *, scale=None, causal=False, window=None) -> Problem:
@@ -255,8 +276,33 @@ def _band(seqlen_q, seqlen_k, causal, window):
     return offset, left, right
 
 
+def check_needs(needs) -> tuple[str, ...]:
+    """The inputs whose gradients are wanted, in the order q, k, v."""
+    if isinstance(needs, (str, bytes, Mapping)):
+        raise TypeError(f'needs must be a tuple of "q", "k" and "v"; got {needs!r}')
+    try:
+        names = list(needs)
+    except TypeError:
+        raise TypeError(f'needs must be a tuple of "q", "k" and "v"; got {needs!r}') from None
+    for name in names:
+        if not isinstance(name, str) or name not in NEEDS:
+            raise ValueError(f'needs must hold nothing but "q", "k" and "v"; got {name!r}')
+    return tuple(name for name in NEEDS if name in names)
+
+
+def check_saved(name, shape, dtype, *, want_shape, want_dtype):
+    """Check an input of the backward that must fit q, k and v: dout, out, lse or dlse."""
+    origin = {"out": ", as numbaflash.forward returned it for this q, k and v", "lse": ", as numbaflash.forward returned it for this q, k and v"}.get(
+        name, f", as {name.removeprefix('d')} has"
+    )
+    if dtype != want_dtype:
+        raise TypeError(f"{name} must have dtype {want_dtype}{origin}; got {dtype}")
+    if tuple(shape) != tuple(want_shape):
+        raise ValueError(f"{name} must have shape {tuple(want_shape)}{origin}; got {tuple(shape)}")
+
+
 def check_result(name, shape, dtype, *, want_shape, want_dtype, readonly):
-    """Check an output array that the caller hands in (``out=`` or ``lse=``)."""
+    """Check an output array that the caller hands in (``out=``, ``lse=``, or a gradient)."""
     if dtype != want_dtype:
         raise TypeError(f"{name} must have dtype {want_dtype}; got {dtype}")
     if tuple(shape) != tuple(want_shape):

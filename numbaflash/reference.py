@@ -57,6 +57,50 @@ def forward(problem: Problem, q, k, v) -> tuple[np.ndarray, np.ndarray]:
     return out, lse
 
 
+def backward(problem: Problem, dout, q, k, v, dlse=None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Gradients of attention in float64.
+
+    Parameters
+    ----------
+    problem : Problem
+    dout : array_like, (batch, seqlen_q, heads, head_dim_v)
+        Gradient of the loss with respect to ``out``.
+    q, k, v : array_like
+        Shapes of the problem, any float dtype.
+    dlse : array_like, (batch, heads, seqlen_q), optional
+        Gradient of the loss with respect to ``lse``; none is 0.
+
+    Returns
+    -------
+    dq : ndarray, (batch, seqlen_q, heads, head_dim), float64
+    dk : ndarray, (batch, seqlen_k, kv_heads, head_dim), float64
+        Summed over the query heads that share a key head.
+    dv : ndarray, (batch, seqlen_k, kv_heads, head_dim_v), float64
+    """
+    dout, q, k, v = (np.asarray(x, dtype=np.float64) for x in (dout, q, k, v))
+    seen = visible(problem)
+    dq, dk, dv = np.zeros(problem.q_shape), np.zeros(problem.k_shape), np.zeros(problem.v_shape)
+    if not problem.seqlen_k:
+        return dq, dk, dv
+    out, lse = forward(problem, q, k, v)
+    dlse = np.zeros(problem.lse_shape) if dlse is None else np.asarray(dlse, dtype=np.float64)
+    with np.errstate(invalid="ignore", over="ignore"):
+        for b in range(problem.batch):
+            for h in range(problem.heads):
+                hk = h // problem.group
+                rows = lse[b, h] != -np.inf
+                pairs = seen & rows[:, None]
+                score = problem.scale * (q[b, :, h] @ k[b, :, hk].T)
+                p = np.where(pairs, np.exp(score - np.where(rows, lse[b, h], 0.0)[:, None]), 0.0)
+                dp = dout[b, :, h] @ v[b, :, hk].T
+                delta = (dout[b, :, h] * out[b, :, h]).sum(axis=1) - dlse[b, h]
+                ds = np.where(pairs, p * (dp - delta[:, None]), 0.0)
+                dq[b, :, h] = problem.scale * _weighted_sum(ds, pairs, k[b, :, hk])
+                dk[b, :, hk] += problem.scale * _weighted_sum(ds.T, pairs.T, q[b, :, h])
+                dv[b, :, hk] += _weighted_sum(p.T, pairs.T, dout[b, :, h])
+    return dq, dk, dv
+
+
 def _weighted_sum(weights, seen, values):
     """weights @ values, where an unseen value that is not finite takes no part (0 * nan is nan)."""
     if np.isfinite(values).all():

@@ -56,13 +56,16 @@ class Target:
         from numbaflash.problem import DTYPES, make_problem
 
         shape = (1, 1, 1, 64)
-        package = dispatch.family(self.family)
-        return tuple(dtype for dtype in DTYPES if not package.supports(make_problem(shape, shape, shape, (dtype,) * 3), self.device))
+        return tuple(dtype for dtype in DTYPES if not self.reasons(make_problem(shape, shape, shape, (dtype,) * 3)))
 
-    def problems(self, **options):
+    def reasons(self, problem, direction: str = "forward") -> tuple[str, ...]:
+        """Why the family cannot compute a problem here."""
+        return dispatch.family(self.family, direction).supports(problem, self.device)
+
+    def problems(self, direction: str = "forward", **options):
         """Hypothesis strategy of the cases that this family can compute."""
         bounds = {"max_seqlen": 24, "work": 2**9} if self.small else {}
-        return testing.problems_for(self.family, self.device, **(bounds | options))
+        return testing.problems_for(self.family, self.device, direction, **(bounds | options))
 
     @property
     def on_gpu(self) -> bool:
@@ -73,8 +76,9 @@ class Target:
         if self.on_gpu:
             ahead.build(cases, self.device, self.family, self.library)
 
-    def run(self, case, **options) -> testing.Accuracy:
-        return testing.run_case(case, self.family, self.library, **options)
+    def run(self, case, **options) -> testing.Accuracy | testing.GradientAccuracy:
+        run = testing.run_case if case.direction == "forward" else testing.run_backward_case
+        return run(case, self.family, self.library, **options)
 
     def run_random(self, strategy, *, examples: int, seed: int = 0) -> None:
         """`run` on cases that Hypothesis draws, the kernels of all of them built in parallel first."""
@@ -90,8 +94,7 @@ class Target:
             try:
                 self.run(case)
             except numbaflash.UnsupportedError:
-                reasons = dispatch.family(self.family).supports(case.problem, self.device)
-                assert reasons, "what a family cannot do, it says itself"
+                assert self.reasons(case.problem, case.direction), "what a family cannot do, it says itself"
 
         run()
 
@@ -109,10 +112,18 @@ class Target:
             out, lse = numbaflash.forward(*arrays, return_lse=True, **options)
         return self.numpy(out), self.numpy(lse)
 
+    def backward(self, dout, q, k, v, out, lse, dtype: str, *, dlse=None, **options):
+        """`numbaflash.backward` on float64 NumPy values: (dq, dk, dv) as NumPy arrays of the results' own bits, None where not needed."""
+        lse_dtype = "float64" if dtype == "float64" else "float32"
+        arrays = [self.array(x, dtype) for x in (dout, q, k, v, out)]
+        dlse = None if dlse is None else self.array(dlse, lse_dtype)
+        with dispatch.use_family(self.family):
+            gradients = numbaflash.backward(*arrays, self.array(lse, lse_dtype), dlse=dlse, **options)
+        return tuple(None if x is None else self.numpy(x) for x in gradients)
+
     def numpy(self, array) -> np.ndarray:
         """An array of the library in float64 (exact for every dtype)."""
-        values = testing.to_float64(array)
-        return values if isinstance(values, np.ndarray) else values.cpu().numpy()
+        return libraries.to_numpy(array)
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """A few small calls of every GPU family, to run under compute-sanitizer: ``compute-sanitizer --tool racecheck python tests/sanitizer_cases.py``.
 
-Between them they take each road of the Hopper kernel: two, three and four consumers, packed heads, bands, the output in parts and in Q's place.
+Between them they take each road of the Hopper kernels: two, three and four consumers, packed heads, bands, the output in parts and in Q's
+place; gradients of keys apart and of columns apart, in turn and in any order.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ CASES = (  # dtype, batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim, option
     ("float16", 1, 200, 300, 2, 2, 128, {"window": (70, 10)}),
     ("float16", 1, 130, 200, 2, 2, 256, {}),
     ("float16", 1, 130, 1100, 1, 1, 256, {}),
+    ("float16", 1, 130, 200, 2, 1, 256, {"causal": True}),
     ("float32", 1, 100, 150, 2, 1, 64, {"causal": True}),
 )
 
@@ -25,11 +27,12 @@ def main() -> int:
     import cupy
 
     rng = np.random.default_rng(0)
-    for dtype, batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim, options in CASES:
+    for number, (dtype, batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim, options) in enumerate(CASES):
         shapes = [(batch, seqlen_q, heads, head_dim), *[(batch, seqlen_k, kv_heads, head_dim)] * 2]
         q, k, v = (cupy.asarray(rng.standard_normal(shape, dtype=np.float32)).astype(dtype) for shape in shapes)
         out, lse = numbaflash.forward(q, k, v, return_lse=True, **options)
-        finite = bool(cupy.isfinite(out).all()) and bool(cupy.isfinite(lse).all())
+        gradients = numbaflash.backward(out, q, k, v, out, lse, deterministic=number % 2 == 0, **options)
+        finite = all(bool(cupy.isfinite(x).all()) for x in (out, lse, *gradients))
         print(numbaflash.explain(q, k, v, **options).plan.family, dtype, head_dim, "finite" if finite else "NOT FINITE", flush=True)
         if not finite:
             return 1

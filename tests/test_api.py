@@ -68,7 +68,7 @@ def fake(monkeypatch):
 
     def use(**options):
         family = FakeFamily(**options)
-        monkeypatch.setattr(dispatch, "family", lambda name: family)
+        monkeypatch.setattr(dispatch, "family", lambda name, direction="forward": family)
         call.forget()
         return family
 

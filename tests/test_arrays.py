@@ -420,7 +420,7 @@ def gpus(monkeypatch):
 
     monkeypatch.setattr(toolchain, "device_of_address", lambda address: address >> 40)
     monkeypatch.setattr(toolchain, "device", lambda index: dispatch.Device("cuda", index, (9, 0), 132, f"fake {index}"))
-    monkeypatch.setattr(dispatch, "family", lambda name: Family)
+    monkeypatch.setattr(dispatch, "family", lambda name, direction="forward": Family)
     call.forget()
     yield launches, plans
     call.forget()

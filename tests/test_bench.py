@@ -14,7 +14,25 @@ ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from bench import cells, evidence, forward, gpu, latency, peers, plots, prebuild, progress, records, table, timing  # noqa: E402
+from bench import (  # noqa: E402
+    accuracy,
+    backward,
+    cells,
+    evidence,
+    forward,
+    gpu,
+    grids,
+    latency,
+    passes,
+    peers,
+    plots,
+    prebuild,
+    progress,
+    records,
+    table,
+    timing,
+    training,
+)
 
 CELL = cells.Cell("float16", 2, 64, 4, 2, 16, True)
 
@@ -24,8 +42,8 @@ def record(library="numbaflash", ms=1.0, cell=CELL, **more):
     return {**base, "ms": ms, "tflops": None if ms is None else cell.flops / ms / 1e9, **more}
 
 
-def parse(text):
-    return forward.parse(text.split())
+def parse(text, module=forward):
+    return module.parse(text.split())
 
 
 class Event:
@@ -72,10 +90,9 @@ class SimulatedDevice:
 
         return run
 
-    def inputs(self, cell):
-        torch = pytest.importorskip("torch")
-        shapes = [(cell.batch, cell.seqlen, heads, cell.head_dim) for heads in (cell.heads, cell.kv_heads, cell.kv_heads)]
-        return [torch.randn(shape).to(getattr(torch, cell.dtype)) for shape in shapes]
+    def inputs(self, cell, operands=("q", "k", "v")):
+        pytest.importorskip("torch")
+        return cells.inputs(cell, operands=operands, device="cpu")
 
     def free_bytes(self):
         return 2**30
@@ -278,37 +295,62 @@ class OnCpu(peers.Library):
     def __init__(self, name, device, ms, *, spoil=None, unfit=None, fails=False):
         self.name, self.device, self.ms, self.spoil, self.reason, self.fails = name, device, ms, spoil, unfit, fails
 
-    def unfit(self, cell, free_bytes):
+    @property
+    def _torch(self):
+        import torch
+
+        return torch
+
+    def unfit(self, cell, free_bytes, direction="forward"):
         return self.reason
 
     def bind(self, q, k, v, causal):
-        import torch
-
-        launch = self.device.call(self.name, 0.01, self.ms)
-        out = peers.dense(torch, *(x.double() for x in (q, k, v)), peers.hidden_keys(torch, q.shape[1], k.shape[1], "cpu") if causal else None)
-        out = out.to(q.dtype)
+        out = self.exact(q, k, v, causal).detach()
         if self.spoil is not None:
             out[-1, -1, -1, -1] = self.spoil
+        return self.launching(lambda: out)
 
-        def call():
+    def exact(self, q, k, v, causal):
+        import torch
+
+        hidden = peers.hidden_keys(torch, q.shape[1], k.shape[1], "cpu") if causal else None
+        return peers.dense(torch, *(x.double() for x in (q, k, v)), hidden).to(q.dtype)
+
+    def launching(self, call):
+        launch = self.device.call(self.name, 0.01, self.ms)
+
+        def launched():
             if self.fails:
                 raise RuntimeError("no such kernel")
             launch()
-            return out
+            return call()
 
-        return call
+        return launched
 
-    def evidence(self, q, k, v, causal):
+    def bind_autograd(self, q, k, v, causal):
+        return lambda: self.exact(q, k, v, causal)
+
+    def bind_backward(self, dout, q, k, v, causal):
+        gradients = super().bind_backward(dout, q, k, v, causal)()
+        if self.spoil is not None:
+            gradients[2][-1, -1, -1, -1] = self.spoil
+        return self.launching(lambda: gradients)
+
+    def bind_training(self, dout, q, k, v, causal):
+        return self.launching(super().bind_training(dout, q, k, v, causal))
+
+    def evidence(self, q, k, v, causal, direction="forward"):
         if self.name == "cudnn":
             raise RuntimeError("does not tell")
-        return {"family": f"family of {self.name}"}
+        return {"family": f"family of {self.name}", **({"workspace_bytes": 2**20} if direction == "backward" else {})}
 
 
-def simulated_run(options, device, **libraries):
+def simulated_run(options, device, what=passes.Forward, **libraries):
     common = {"gpu": "NVIDIA Simulated", "driver": "1"}
-    built = [{"library": "fa2", "cell": str(options.cells[0]), "error": "x"}]
+    built = [{"library": "fa2", "cell": str(cell), "error": "x"} for cell in options.cells[:1]]
     built += [{"library": "numbaflash", "cell": str(cell), "seconds": 1.0, "evidence": {"family": "prebuilt"}} for cell in options.cells[1:]]
-    return forward.Run(options, {name: OnCpu(name, device, **how) for name, how in libraries.items()}, common, device, built)
+    libraries = {name.replace("_", "-"): how for name, how in libraries.items()}
+    return grids.Run(what, options, {name: OnCpu(name, device, **how) for name, how in libraries.items()}, common, device, built)
 
 
 def test_a_run_measures_what_is_right_and_reports_the_rest(tmp_path, monkeypatch, capsys):
@@ -328,7 +370,7 @@ def test_a_run_measures_what_is_right_and_reports_the_rest(tmp_path, monkeypatch
     monkeypatch.setattr(evidence, "kernels", lambda calls: [[f"kernel {n}"] for n, call in enumerate(calls) if call() is not None])
     path = tmp_path / "run.jsonl"
     notes = progress.Progress(len(options.cells), "forward", stream=sys.stderr)
-    forward.measure(run, path, options.budget, notes)
+    grids.measure(run, path, options.budget, notes)
     saved = records.read(path)
     assert len(saved) == 2 * 5
     by_name = {r["library"]: r for r in saved if r["causal"]}
@@ -341,7 +383,7 @@ def test_a_run_measures_what_is_right_and_reports_the_rest(tmp_path, monkeypatch
     assert by_name["fa4"]["skipped"].startswith("wrong result: out[")
     assert by_name["fa2"]["skipped"] == "RuntimeError: no such kernel"
     assert by_name["dense"]["skipped"] == "needs too much"
-    assert forward.report(run, path, 1.0) == 0
+    assert grids.report(run, path, 1.0) == 0
     shown = capsys.readouterr()
     assert "2 of 2 cells at 1.00 x the best peer or above; least 2.00" in shown.out
     assert "fa4 left out: wrong result" in shown.err
@@ -353,8 +395,8 @@ def test_a_wrong_result_of_numbaflash_fails_the_run(tmp_path, capsys):
     device = SimulatedDevice()
     options = parse("--dims 16 --seqlens 40 --dtypes fp16 --causal full --heads 2/2 --tokens 40 --rounds 1 --budget 1")
     run = simulated_run(options, device, numbaflash={"ms": 1.0, "spoil": float("nan")}, fa2={"ms": 1.0})
-    forward.measure(run, tmp_path / "run.jsonl", options.budget, progress.Progress(1, "forward", stream=sys.stderr))
-    assert forward.report(run, tmp_path / "run.jsonl", 1.0) == 1
+    grids.measure(run, tmp_path / "run.jsonl", options.budget, progress.Progress(1, "forward", stream=sys.stderr))
+    assert grids.report(run, tmp_path / "run.jsonl", 1.0) == 1
     shown = capsys.readouterr()
     assert "numbaflash has no time in 1 cells, first: fp16 D16 full 2/2 heads 1x40: wrong result: NaN" in shown.err
     assert "no cell has both numbaflash and a peer" in shown.out
@@ -388,6 +430,203 @@ def test_libraries_that_are_not_there_are_named(monkeypatch):
     found, missing = peers.find(["fa4"])
     assert not found and missing == {"fa4": "ImportError: no module named so"}
     assert len(peers.one_line(ValueError("x" * 1000))) == 200 and peers.one_line(KeyError()) == "KeyError"
+
+
+# gradients
+
+
+def test_the_grid_of_gradients_is_that_of_the_forward():
+    options = backward.parse([])
+    assert options.cells == forward.parse([]).cells
+    assert options.libraries == ["numbaflash", "numbaflash-deterministic", "fa4", "cudnn", "fa2"]
+    assert backward.parse(["--libraries", "dense"]).libraries == ["dense"]
+    assert {cell.seqlen for cell in training.parse([]).cells} == {2048} and len(training.parse([]).cells) == 24
+
+
+def test_flops_of_gradients_are_those_of_five_products():
+    problem = CELL.problem
+    assert cells.backward_flops(problem) == 5 * 2 * 16 * problem.visible_pairs * 2 * 4
+    assert passes.Backward.flops(CELL) * 2 == passes.Forward.flops(CELL) * 5
+    assert passes.Training.flops(CELL) * 2 == passes.Forward.flops(CELL) * 7
+    assert CELL.bytes_of("q", "dk") == 2 * 2 * 64 * 16 * (4 + 2) and CELL.bytes_of("lse") == 4 * 2 * 4 * 64
+
+
+def test_a_run_of_gradients(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    device = SimulatedDevice()
+    options = parse("--dims 16 --seqlens 40 --dtypes bf16 --heads 4/2 --tokens 80 --rounds 3 --budget 5", backward)
+    run = simulated_run(
+        options,
+        device,
+        passes.Backward,
+        numbaflash={"ms": 1.0},
+        numbaflash_deterministic={"ms": 1.25},
+        fa4={"ms": 0.5, "spoil": 9.0},
+        cudnn={"ms": 0.5, "spoil": float("nan")},
+        fa2={"ms": 1.5},
+    )
+    monkeypatch.setattr(evidence, "kernels", lambda calls: [[str(len(call()))] for call in calls])
+    path = tmp_path / "run.jsonl"
+    grids.measure(run, path, options.budget, progress.Progress(2, "backward", stream=sys.stderr))
+    saved = records.read(path)
+    assert len(saved) == 2 * 5 and {r["direction"] for r in saved} == {r["bench"] for r in saved} == {"backward"}
+    by_name = {r["library"]: r for r in saved if r["causal"]}
+    assert by_name["numbaflash"]["tflops"] == pytest.approx(2.5 * options.cells[1].flops / 1e9)
+    assert 0 < by_name["fa2"]["error_per_tolerance"] <= 1 and by_name["fa2"]["workspace_bytes"] == 2**20
+    assert by_name["fa4"]["skipped"].startswith("wrong result: dv[") and by_name["cudnn"]["skipped"] == "wrong result: NaN or infinite elements of dv"
+    assert by_name["numbaflash"]["kernels"] == ["3"]
+    assert grids.report(run, path, 1.0) == 0
+    shown = capsys.readouterr().out
+    assert "2 of 2 cells at 1.00 x the best peer or above; least 1.50" in shown
+    assert "deterministic: 0.80 x the speed of the other at least (bf16 D16 full 4/2 heads 2x40), median 0.80" in shown
+    assert shown.splitlines()[2].split()[-3:] == ["det", "ratio", "+-%"]
+    assert len(list(tmp_path.glob("*.png"))) == 1
+
+
+def test_a_wrong_deterministic_gradient_fails_the_run(tmp_path, capsys):
+    options = parse("--dims 16 --seqlens 40 --dtypes fp16 --causal full --heads 2/2 --tokens 40 --rounds 1 --budget 1", backward)
+    run = simulated_run(options, SimulatedDevice(), passes.Backward, numbaflash={"ms": 1.0}, numbaflash_deterministic={"ms": 1.0, "spoil": 5.0})
+    grids.measure(run, tmp_path / "run.jsonl", options.budget, progress.Progress(1, "backward", stream=sys.stderr))
+    assert grids.report(run, tmp_path / "run.jsonl", 1.0) == 1
+    assert "numbaflash-deterministic has no time in 1 cells, first: fp16 D16 full 2/2 heads 1x40: wrong result: dv[" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["numbaflash", "numbaflash-deterministic", "dense"])
+@pytest.mark.parametrize("cell", [CELL, cells.Cell("bfloat16", 1, 70, 2, 2, 32, False)], ids=str)
+def test_gradients_of_libraries_on_the_cpu_are_right(name, cell):
+    pytest.importorskip("torch")
+    library = peers.LIBRARIES[name]()
+    arrays = cells.inputs(cell, operands=passes.Backward.operands, device="cpu")
+    sample = accuracy.GradientSample(cell, *arrays)
+    for what in (passes.Backward, passes.Training):
+        call = what.bind(library, arrays, cell.causal)
+        for _ in range(2):
+            worst, complaint = sample.judge(call())
+            assert complaint is None and 0 < worst <= 1
+        told = prebuild.evidence(what, library, arrays, cell.causal)
+        plans = told.get("plans", {"backward": told}) if told else {}
+        assert [plan["family"] for plan in plans.values()] == ["cpu"] * len(plans) and bool(plans) == (name in peers.OWN)
+    assert "shape" in sample.judge([arrays[1], arrays[2][:, 1:], arrays[3]])[1]
+    assert sample.judge([arrays[1], arrays[2], arrays[3] * float("inf")])[1].startswith("wrong result: NaN or infinite elements of dv")
+
+
+def test_torch_takes_only_the_named_back_end():
+    torch = pytest.importorskip("torch")
+
+    class Math(peers.Sdpa):
+        name, backend = "math", "MATH"
+
+    library, arrays = Math(), cells.inputs(CELL, operands=passes.Backward.operands, device="cpu")
+    with library.scope():
+        assert torch.backends.cuda.math_sdp_enabled() and not torch.backends.cuda.flash_sdp_enabled()
+        for what in (passes.Backward, passes.Training):
+            assert accuracy.GradientSample(CELL, *arrays).judge(what.bind(library, arrays, True)())[1] is None
+
+
+def test_gradients_of_dense_attention_need_more_memory():
+    dense, cell = object.__new__(peers.Dense), cells.Cell("float16", 1, 2048, 4, 4, 64, False)
+    room = 3.5 / 0.8 * 2 * 4 * 2048**2
+    assert dense.unfit(cell, room) is None and "GiB" in dense.unfit(cell, room, "backward")
+
+
+# training
+
+
+class Meter:
+    """A memory meter that knows what each library takes."""
+
+    def __init__(self, sizes):
+        self.sizes = iter(sizes)
+
+    def peak(self, call):
+        call()
+        return next(self.sizes), 0
+
+
+def costs(notes=None, **libraries):
+    device = SimulatedDevice()
+    made = {name: OnCpu(name, device, 1.0, **how) for name, how in libraries.items()}
+    return training.Costs(made, {"gpu": "NVIDIA H200"}, (notes if notes is not None else []).append)
+
+
+def on_cpu(cell, operands):
+    return cells.inputs(cell, operands=operands, device="cpu")
+
+
+def test_memory_is_compared_with_dense():
+    pytest.importorskip("torch")
+    notes, results = [], CELL.bytes_of("out", "dq", "dk", "dv")
+    told = costs(notes, numbaflash={}, fa2={"fails": True}, dense={})
+    told.memory(Meter([results + 1000, results + 10000]), [CELL], on_cpu)
+    values = {(r["library"], r["quantity"]): r["value"] for r in told.records}
+    assert values["numbaflash", "peak memory beyond results, share of dense"] == pytest.approx(0.1)
+    assert values["numbaflash", "peak memory, share of dense"] == pytest.approx((results + 1000) / (results + 10000))
+    assert values["numbaflash", "peak memory beyond out and gradients"] == pytest.approx(1000 / 2**20)
+    assert values["numbaflash", "workspace of the backward, as planned"] == 1.0
+    assert values["dense", "peak memory beyond results, share of dense"] == 1.0
+    assert notes == ["memory of fa2 left out: RuntimeError: no such kernel"]
+    assert all(r["bench"] == "training" and r["direction"] == "forward+backward" and r["ms"] is None for r in told.records)
+
+
+def test_host_time_of_both_directions():
+    pytest.importorskip("torch")
+    told = costs(numbaflash={}, fa2={})
+    told.host(lambda: None, CELL, on_cpu, blocks=2, calls=3)
+    assert [(r["library"], r["direction"], r["case"].split(", ", 1)[1]) for r in told.records] == [
+        ("numbaflash", "forward", "autograd, forward"),
+        ("numbaflash", "backward", "autograd, backward"),
+        ("numbaflash", "forward+backward", "autograd, forward and backward"),
+        ("numbaflash", "backward", "by hand, gradients allocated"),
+        ("fa2", "forward", "autograd, forward"),
+        ("fa2", "backward", "autograd, backward"),
+        ("fa2", "forward+backward", "autograd, forward and backward"),
+    ]
+    assert all(r["value"] > 0 and r["unit"] == "us" and r["samples"] == 2 for r in told.records)
+
+
+def test_sections_of_training(monkeypatch):
+    torch = pytest.importorskip("torch")
+    options = training.parse(["--only", "host"])
+    assert options.cells == [] and options.only == ["host"]
+    with pytest.raises(SystemExit):
+        training.parse(["--only", "speed"])
+    asked = []
+    for section in ("memory", "host"):
+        monkeypatch.setattr(training.Costs, section, lambda self, *_, section=section: asked.append(section))
+    monkeypatch.setattr(training, "TorchMemory", lambda: None)
+    monkeypatch.setattr(training, "cupy_host", lambda costs: asked.append("cupy"))
+    assert torch.is_grad_enabled()
+    for only in ("host", "memory", "time,memory,host"):
+        training.measure_costs(simulated_run(training.parse(["--only", only]), SimulatedDevice(), numbaflash={"ms": 1.0}), print)
+    assert asked == ["host", "cupy", "memory", "memory", "host", "cupy"]
+
+
+def test_training_on_a_simulated_gpu(tmp_path, monkeypatch, capsys):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("matplotlib")
+    device = SimulatedDevice()
+    for name, value in {"missing": lambda: None, "Gpu": lambda seed: device}.items():
+        monkeypatch.setattr(gpu, name, value)
+    monkeypatch.setattr(records, "gpu_fields", lambda: {"gpu": "NVIDIA Simulated", "driver": "1", "torch": torch.__version__})
+    libraries = {name: OnCpu(name, device, ms) for name, ms in (("numbaflash", 1.0), ("fa2", 1.1))}
+    monkeypatch.setattr(grids, "find", lambda names: (libraries, {"fa4": "not here"}))
+    monkeypatch.setattr(prebuild, "prebuild", lambda *_, **__: [])
+    monkeypatch.setattr(evidence, "kernels", lambda calls: [["k"] for call in calls if call()])
+    monkeypatch.setattr(training, "measure_costs", lambda run, note: costs_of_one(libraries))
+    arguments = "--dims 16 --seqlens 32 --dtypes fp16 --causal causal --heads 2/2 --tokens 64 --rounds 2 --budget 3"
+    assert training.main([*arguments.split(), "--out", str(tmp_path)]) == 0
+    saved = records.read(*tmp_path.glob("*-simulated-training.jsonl"))
+    assert [r["library"] for r in saved] == ["numbaflash", "fa2", "numbaflash"] and saved[-1]["quantity"] == "host time a call"
+    assert saved[0]["plans"]["backward"]["workspace_bytes"] == 2**20 and saved[0]["kernels"] == ["k"]
+    assert len(list(tmp_path.glob("*.png"))) == 1
+    shown = capsys.readouterr().out
+    assert "fa4 is not measured: not here" in shown and "1 of 1 cells" in shown and "host time a call" in shown
+
+
+def costs_of_one(libraries):
+    told = training.Costs(libraries, {"gpu": "NVIDIA Simulated"}, print)
+    told.record(CELL, "numbaflash", "case", "host time a call", [1.0, 2.0], "us", "forward")
+    return told.records
 
 
 # evidence and prebuild
@@ -450,16 +689,16 @@ def test_prebuild_ends_workers_that_take_too_long(monkeypatch):
 
 def test_the_table_shows_each_library_and_the_ratio():
     recs = [record(ms=2.0, ms_q1=1.9, ms_q3=2.1), record("fa4", 3.0), record("dense", 9.0), record("fa2", None, skipped="x")]
-    text = table.forward_table(recs)
+    text = table.cell_table(recs)
     assert "fp16, 4/2 heads, TFLOP/s" in text and "causal" in text
     row = text.splitlines()[-1].split()
     assert row[:3] == ["16", "causal", "64"] and row[-2:] == ["1.50", "5.0"] and row[-3] != "-" and row[5] == "-"
-    assert "3*" in table.forward_table(recs, metric="ms")
-    assert table.forward_table(recs, markdown=True).splitlines()[-1].startswith("| 16 | causal | 64 | ")
-    assert table.GREEN + "  1.50" in table.forward_table(recs, colour=True)
-    assert table.RED in table.forward_table([record(ms=2.0), record("fa4", 1.0)], colour=True)
+    assert "3*" in table.cell_table(recs, metric="ms")
+    assert table.cell_table(recs, markdown=True).splitlines()[-1].startswith("| 16 | causal | 64 | ")
+    assert table.GREEN + "  1.50" in table.cell_table(recs, colour=True)
+    assert table.RED in table.cell_table([record(ms=2.0), record("fa4", 1.0)], colour=True)
     with pytest.raises(ValueError, match="metric must be one of tflops, ms; got 'x'"):
-        table.forward_table(recs, metric="x")
+        table.cell_table(recs, metric="x")
 
 
 def test_the_summary_lists_cells_below_the_bar():
@@ -480,6 +719,15 @@ def test_runs_are_compared_by_ratio():
     assert table.GREEN in table.compare(before, after, colour=True)
     with pytest.raises(ValueError, match="share no cell"):
         table.compare(before, [record()])
+
+
+def test_directions_are_never_mixed():
+    both = [record(name, ms, direction=direction) for direction, ms in (("forward", 1.0), ("backward", 3.0)) for name in ("numbaflash", "fa4")]
+    both.append(record(ms=0.001, quantity="host time a call", case="c", value=1.0, q1=1.0, q3=1.0, unit="us"))
+    text = table.tables(both, metric="ms")
+    assert text.index("# forward") < text.index("# backward") and text.count("1 of 1 cells") == 2 and "host time a call" in text
+    assert table.compare(both, both).count("1 cells; change") == 2
+    assert "#" not in table.compare(both, [r for r in both if r["direction"] == "backward"])
 
 
 def test_the_table_command(tmp_path, capsys):
@@ -580,7 +828,7 @@ def test_progress_is_plain_lines_without_a_terminal(capsys):
     assert not progress.colour_wanted()
 
 
-@pytest.mark.parametrize("module", [forward, latency])
+@pytest.mark.parametrize("module", [forward, backward, training, latency])
 def test_without_a_gpu_one_line_says_so(module, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "missing", lambda: "no CUDA GPU was found")
     assert module.main([]) == 2

@@ -24,11 +24,14 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from numbaflash import dispatch, testing
+from numbaflash import dispatch, reference, testing
 from numbaflash.kernels import cpu
-from numbaflash.kernels.cpu import config, convert, exp2, forward, launch, microkernel, target, transpose, vector
+from numbaflash.kernels.cpu import backward, config, convert, driver, exp2, finite, launch, microkernel, target, transpose, vector
+from numbaflash.kernels.cpu.backward import arguments as backward_arguments
+from numbaflash.kernels.cpu.backward import config as backward_config
+from numbaflash.kernels.cpu.backward import launch as backward_launch
 from numbaflash.problem import DTYPES, make_problem
-from numbaflash.testing import Case, Placement
+from numbaflash.testing import BackwardCase, Case, Placement
 
 ROOT = Path(__file__).resolve().parent.parent
 LANES = {"float32": target.vector_bytes() // 4, "float64": target.vector_bytes() // 8}
@@ -224,7 +227,7 @@ def test_rows_to_panels_and_back(dtype):
 
 
 def test_finite():
-    all_finite = forward.build(config.choose_kernel("float32", 1000)).all_finite
+    all_finite = finite.finite_test(types.float32, LANES["float32"])
 
     @njit
     def ask(place, stride, begin, end, columns):
@@ -361,9 +364,145 @@ def test_float32_is_exact_to_1e_5():
 
 
 def exact_attention(q, k, v):
-    from numbaflash import reference
-
     return reference.forward(make_problem(q.shape, k.shape, v.shape, ("float64",) * 3, causal=True), q, k, v)
+
+
+# Gradients where the tiles make them delicate
+
+
+@pytest.mark.parametrize("edge", EDGES)
+@pytest.mark.parametrize(("dtype", "rows"), FORMS)
+def test_gradients_of_forms_and_edges(dtype, rows, edge):
+    shape = dict(batch=2, heads=2, kv_heads=2) | ROWS[rows] | EDGES[edge]
+    placements = {"dk": shape["k"], "dv": shape["v"], "dout": shape["out"]} if "k" in shape else {}
+    testing.run_backward_case(BackwardCase(dtype=dtype, with_dlse=True, **shape, **placements), "cpu", "numpy")
+
+
+@pytest.mark.parametrize("needs", [("q",), ("k",), ("v",), ("q", "k"), ("q", "v"), ("k", "v")], ids="".join)
+@pytest.mark.parametrize("seqlen_q", [8, 150])
+def test_any_subset_of_the_gradients(seqlen_q, needs):
+    testing.run_backward_case(BackwardCase(seqlen_q=seqlen_q, seqlen_k=200, batch=2, heads=2, causal=True, needs=needs), "cpu", "numpy")
+
+
+@pytest.mark.parametrize("hidden", ["nan", "inf"])
+@pytest.mark.parametrize("rows", ROWS)
+def test_gradients_beside_hidden_nan_and_inf(rows, hidden):
+    shape = dict(batch=1, heads=2, kv_heads=2, seqlen_k=200) | ROWS[rows]
+    for options in (dict(causal=True), dict(window=(9, 4)), dict(causal="top_left"), dict(window=(300, 30))):
+        for seed in range(2):
+            testing.run_backward_case(BackwardCase(hidden=hidden, seed=seed, **shape, **options), "cpu", "numpy")
+
+
+def backward_inputs(seqlen_q, seqlen_k, *, dtype="float32", batch=1, heads=1, kv_heads=1, head_dim=16, head_dim_v=16, seed=0, **options):
+    """(problem, [dout, q, k, v, out, lse, dlse]), contiguous and random, out and LSE from the reference."""
+    rng = np.random.default_rng(seed)
+    q, dout = (rng.standard_normal((batch, seqlen_q, heads, d)).astype(dtype) for d in (head_dim, head_dim_v))
+    k, v = (rng.standard_normal((batch, seqlen_k, kv_heads, d)).astype(dtype) for d in (head_dim, head_dim_v))
+    problem = make_problem(q.shape, k.shape, v.shape, (dtype,) * 3, **options)
+    out, lse = reference.forward(problem, q, k, v)
+    dlse = rng.standard_normal(problem.lse_shape)
+    return problem, [dout, q, k, v, out.astype(dtype), *(x.astype(problem.lse_dtype) for x in (lse, dlse))]
+
+
+def differentiate(problem, inputs, *, threads=1, **choice):
+    """Run the family's backward, optionally with other tiles than it would choose; the workspace is not written beyond its end."""
+    results = [np.full(shape, np.nan, problem.dtype) for shape in (problem.q_shape, problem.k_shape, problem.v_shape)]
+    arrays = [*inputs, *results]
+    layouts = dispatch.BackwardLayouts(*(dispatch.Layout(x.shape, x.strides, x.itemsize) for x in arrays))
+    chosen = backward_config.choose(problem, threads)
+    chosen = backward_config.BackwardConfig(**{name: choice.get(name, getattr(chosen, name)) for name in chosen.__dataclass_fields__})
+    size = sum(backward_arguments.workspace_sizes(problem, chosen, True).values())
+    plan = dispatch.Plan("cpu", problem, dispatch.CPU, layouts, chosen, threads=threads, direction="backward", workspace_bytes=size)
+    workspace = np.full(size + 64, 0xFF, np.uint8)
+    before = numba.get_num_threads()
+    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+    try:
+        backward_launch.prepare(plan)((*map(address, arrays), address(workspace)), 0)
+    finally:
+        numba.set_num_threads(before)
+    assert (workspace[size:] == 0xFF).all()
+    return results
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": "top_left"}, {"window": (70, 5)}, {"window": (None, 20)}], ids=str)
+@pytest.mark.parametrize("group", [1, 3])
+def test_neither_tiles_of_keys_nor_threads_change_a_bit(group, options):
+    """Several items add to the same dQ, on several threads too, each in its turn."""
+    problem, inputs = backward_inputs(290, 530, batch=2, heads=2 * group, kv_heads=2, head_dim=40, head_dim_v=24, **options)
+    whole = differentiate(problem, inputs, kv_tile=1024)
+    for got, exact in zip(whole, reference.backward(problem, *inputs[:4], inputs[6]), strict=True):
+        np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-5 * np.abs(exact).max())
+    for kv_tile in (64, 192, 512):
+        for threads in (1, 2):
+            for got, want in zip(differentiate(problem, inputs, threads=threads, kv_tile=kv_tile), whole, strict=True):
+                np.testing.assert_array_equal(got, want)
+
+
+def test_more_threads_than_processors():
+    """Threads that wait for their turn let those run that they wait for."""
+    code = """
+        import sys
+        import numba, numpy as np
+        sys.path.insert(0, "tests")
+        import test_cpu_kernel as tests
+        for options in ({}, {"causal": True}):
+            problem, inputs = tests.backward_inputs(300, 1000, **options)
+            one, many = (tests.differentiate(problem, inputs, threads=n, kv_tile=64) for n in (1, 8))
+            print(all(map(np.array_equal, one, many)))
+    """
+    assert python(code, NUMBA_NUM_THREADS=8).split() == ["True", "True"]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (9, 4)}], ids=str)
+def test_bad_rows_reach_exactly_the_gradients_that_depend_on_them(options, bad):
+    """One row after the other along the band, so that each border of each tile is met."""
+    n = 150
+    problem, inputs = backward_inputs(n, n, **options)
+    clean, seen = differentiate(problem, inputs), reference.visible(problem)
+    same = dict(rtol=1e-5, atol=1e-6)
+    for row in range(0, n, 7):
+        for spoiled in (0, 1):  # dout, q: the query's own dQ, and the keys that it sees
+            changed = [x.copy() for x in inputs]
+            changed[spoiled][0, row, 0, 3] = bad
+            if spoiled == 1:
+                changed[5][0, 0, row] = np.nan
+            dq, dk, dv = differentiate(problem, changed)
+            np.testing.assert_allclose(np.delete(dq, row, axis=1), np.delete(clean[0], row, axis=1), **same)
+            for got, want in ((dk, clean[1]), (dv, clean[2])):
+                np.testing.assert_allclose(got[:, ~seen[row]], want[:, ~seen[row]], **same)
+                assert not np.isfinite(got[0, seen[row], 0]).all(axis=1).any()
+        changed = [x.copy() for x in inputs]
+        changed[2][0, row, 0, 3] = bad  # k: dQ of the queries that see it
+        changed[5][0, 0, seen[:, row]] = np.nan
+        dq = differentiate(problem, changed)[0]
+        np.testing.assert_allclose(dq[:, ~seen[:, row]], clean[0][:, ~seen[:, row]], **same)
+        assert not np.isfinite(dq[0, seen[:, row], 0]).all(axis=1).any()
+
+
+def test_rows_whose_scores_are_all_minus_infinity_have_no_gradient():
+    problem, inputs = backward_inputs(40, 70)
+    _, q, k, v, *_ = inputs
+    k[..., 5] = -abs(k[..., 5]) - 1
+    q[:, 3, :, 5] = np.inf
+    out, lse = reference.forward(problem, q, k, v)
+    inputs[4:6] = out.astype(np.float32), lse.astype(np.float32)
+    assert np.isneginf(lse[..., 3]).all()
+    dq, dk, dv = differentiate(problem, inputs)
+    assert not dq[:, 3].any() and all(np.isfinite(x).all() for x in (dq, dk, dv))
+
+
+@pytest.mark.parametrize("seqlen_k", [1, 63, 65, 130])
+def test_very_negative_lse(seqlen_k):
+    """A key past the end has a score of 0, and exp(0 - lse) is infinite."""
+    problem, inputs = backward_inputs(50, seqlen_k, scale=1.0)
+    inputs[1][..., 0], inputs[2][..., 0] = -40, 40
+    out, lse = reference.forward(problem, *inputs[1:4])
+    assert lse.max() < -1500
+    inputs[4:6] = out.astype(np.float32), lse.astype(np.float32)
+    exact = reference.backward(problem, *inputs[:4], inputs[6])
+    for got, want in zip(differentiate(problem, inputs), exact, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3 * np.abs(want).max())
 
 
 # Threads
@@ -401,12 +540,14 @@ CONCURRENT = """
     jobs = []
     for n in (1, 40, 700, 900):
         q, k, v = (rng.standard_normal((1, m, 4, 32)).astype(np.float32) for m in (n, 900, 900))
-        jobs.append((q, k, v, numbaflash.forward(q, k, v)))
+        out, lse = numbaflash.forward(q, k, v, return_lse=True)
+        jobs.append((q, k, v, lse, out, *numbaflash.backward(out, q, k, v, out, lse)))
     wrong = []
     def work(seed):
         for turn in range(12):
-            q, k, v, want = jobs[(seed + turn) % len(jobs)]
-            if not np.array_equal(numbaflash.forward(q, k, v), want):
+            q, k, v, lse, *want = jobs[(seed + turn) % len(jobs)]
+            got = numbaflash.forward(q, k, v), *numbaflash.backward(want[0], q, k, v, want[0], lse)
+            if not all(map(np.array_equal, got, want)):
                 wrong.append((seed, turn))
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
     for thread in threads: thread.start()
@@ -442,10 +583,12 @@ def test_a_forked_child_computes(layer):
         warnings.simplefilter("ignore")
         import numpy as np, numbaflash
         q = np.random.default_rng(0).standard_normal((2, 600, 4, 32)).astype(np.float32)
-        want = numbaflash.forward(q, q, q)
+        want, lse = numbaflash.forward(q, q, q, return_lse=True)
+        gradients = numbaflash.backward(q, q, q, q, want, lse)
         child = os.fork()
         if child == 0:
             same = np.allclose(numbaflash.forward(q, q, q), want)
+            same &= all(map(np.array_equal, numbaflash.backward(q, q, q, q, want, lse), gradients))
             os._exit(0 if same else 1)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     """
@@ -479,12 +622,16 @@ FIRST_CALL = """
     import json, time
     import numpy as np, numba, numbaflash
     from numbaflash.kernels.cpu import config, launch
+    from numbaflash.kernels.cpu.backward import launch as backward_launch
+    from numbaflash.kernels.cpu.backward.config import choose_kernel
     q = np.random.default_rng(0).standard_normal((1, 40, 1, 16)).astype(np.float32)
     start = time.perf_counter()
-    out = numbaflash.forward(q, q, q)
+    out, lse = numbaflash.forward(q, q, q, return_lse=True)
+    dq, dk, dv = numbaflash.backward(q, q, q, q, out, lse)
     seconds = time.perf_counter() - start
-    driver, kernel = launch.compiled(config.choose_kernel("float32", 40))
-    print(json.dumps([kernel.cache_hits, seconds, float(out.sum())]))
+    _, kernel = launch.compiled(config.choose_kernel("float32", 40))
+    _, backward_kernel = backward_launch.compiled(choose_kernel("float32", 40))
+    print(json.dumps([kernel.cache_hits + backward_kernel.cache_hits, seconds, float((out + dq + dk + dv).sum())]))
 """
 
 
@@ -492,15 +639,15 @@ def test_the_second_process_does_not_compile(tmp_path):
     hits, cold, total = json.loads(python(FIRST_CALL, NUMBAFLASH_CACHE_DIR=tmp_path))
     assert hits == 0
     entries = sorted(tmp_path.iterdir())
-    assert len(entries) == 2, "the driver and the kernel"
+    assert len(entries) == 4, "driver and kernel of each direction"
     hits, warm, again = json.loads(python(FIRST_CALL, NUMBAFLASH_CACHE_DIR=tmp_path))
-    assert hits == 1 and again == total and warm < cold / 2
+    assert hits == 2 and again == total and warm < cold / 2
     for path in entries:
         path.write_bytes(path.read_bytes()[:-100])
     hits, _, again = json.loads(python(FIRST_CALL, NUMBAFLASH_CACHE_DIR=tmp_path).splitlines()[0])
     assert hits == 0 and again == total, "damaged entries are built anew"
     hits, *_ = json.loads(python(FIRST_CALL, NUMBAFLASH_CACHE_DIR=tmp_path))
-    assert hits == 1
+    assert hits == 2
 
 
 def test_a_cache_that_cannot_be_written(tmp_path):
@@ -514,6 +661,7 @@ def test_importing_compiles_nothing():
         from numba.core import event
         with event.install_recorder("numba:compile") as recorder:
             import numbaflash.kernels.cpu.launch
+            import numbaflash.kernels.cpu.backward.launch
         print(len(recorder.buffer))
     """
     assert python(code).split() == ["0"]
@@ -536,12 +684,14 @@ def test_other_x86_processors(processor):
         pytest.skip("this processor is older")
     code = f"""
         from numbaflash.kernels.cpu import target
-        from numbaflash.testing import Case, run_case
+        from numbaflash.testing import BackwardCase, Case, run_backward_case, run_case
         assert target.vector_bytes() == {width}
         for dtype in ("float32", "float16"):
             for seqlen_q in (1, 70):
                 for options in (dict(), dict(causal=True, hidden="nan"), dict(head_dim=19, head_dim_v=7, window=(3, 3))):
-                    run_case(Case(dtype=dtype, seqlen_q=seqlen_q, seqlen_k=150, heads=2, kv_heads=2, **options), "cpu", "numpy")
+                    shape = dict(dtype=dtype, seqlen_q=seqlen_q, seqlen_k=150, heads=2, kv_heads=2)
+                    run_case(Case(**shape, **options), "cpu", "numpy")
+                    run_backward_case(BackwardCase(**shape, **options), "cpu", "numpy")
         print("ok")
     """
     assert python(code, NUMBA_CPU_NAME=name, NUMBA_CPU_FEATURES=features).split() == ["ok"]
@@ -583,6 +733,61 @@ def test_what_the_tiles_are_for():
     assert choice(1, 65536, 32, 4).splits == 1, "where there are heads enough, keys are not split"
     assert choice(1, 4096, 32, 4, kv_heads=8).kernel.form == "rows" and choice(1, 4096, 32, 4, kv_heads=8).q_tile == 4
     assert choice(64, 64, 1, 1).kernel.form == "panels"
+
+
+@given(
+    dtype=st.sampled_from(DTYPES),
+    batch=st.integers(1, 9),
+    seqlen_q=st.integers(1, 5000),
+    seqlen_k=st.integers(0, 100000),
+    kv_heads=st.integers(1, 9),
+    group=st.integers(1, 9),
+    head_dim=st.integers(1, 256),
+    head_dim_v=st.integers(1, 256),
+    threads=st.integers(1, 128),
+)
+def test_tiles_of_the_gradients(dtype, batch, seqlen_q, seqlen_k, kv_heads, group, head_dim, head_dim_v, threads):
+    kv = (batch, seqlen_k, kv_heads)
+    problem = make_problem((batch, seqlen_q, kv_heads * group, head_dim), (*kv, head_dim), (*kv, head_dim_v), (dtype,) * 3)
+    choice, one = backward_config.choose(problem, threads), backward_config.choose(problem, 1)
+    assert choice.q_tile % choice.kernel.panel == 0 and choice.kv_block % choice.kernel.rows == 0 and choice.kv_tile % choice.kv_block == 0
+    assert (choice.kernel, choice.q_tile, choice.kv_block) == (one.kernel, one.q_tile, one.kv_block), "what decides the bits knows no threads"
+    assert 1 <= choice.threads <= max(1, min(threads, batch * kv_heads * -(-seqlen_k // choice.kv_tile)))
+    size = sum(backward_arguments.workspace_sizes(problem, choice, True).values())
+    assert size == sum(backward_arguments.workspace_sizes(problem, one, True).values()), "every thread count shares a workspace"
+    number, rows = convert.COMPUTE[dtype].bitwidth // 8, seqlen_q * group + choice.q_tile
+    assert size <= batch * kv_heads * rows * (head_dim + 16 + 3) * number + 4 * 64, "O(S)"
+
+
+def test_the_plan_of_the_gradients():
+    shape = (1, 300, 2, 64)
+    problem = make_problem(shape, shape, shape, ("float32",) * 3)
+    assert backward.supports(problem, dispatch.CPU) == ()
+    assert "H200" in backward.supports(problem, dispatch.Device("cuda", name="H200"))[0]
+    tensor, rows = dispatch.Layout(shape, (153600, 512, 256, 4)), dispatch.Layout((1, 2, 300), (2400, 1200, 4))
+    whole = backward.plan(problem, dispatch.BackwardLayouts(*[tensor] * 5, rows, rows, *[tensor] * 3), dispatch.CPU, False)
+    assert whole.deterministic and whole.direction == "backward" and whole.threads <= launch.available_threads()
+    assert whole.workspace_bytes >= 2 * 300 * (64 + 2) * 4
+    without_q = backward.plan(problem, dispatch.BackwardLayouts(*[tensor] * 5, rows, None, None, tensor, tensor), dispatch.CPU, True)
+    assert without_q.workspace_bytes < whole.workspace_bytes / 20, "only LSE and delta"
+    resources = backward.resources(whole)
+    assert resources["workspace_bytes"] == whole.workspace_bytes and resources["threads"] == whole.threads
+    assert resources["scratch_bytes_per_thread"] > 4 * 64 * 64 * 4
+
+
+def test_waiting_ends_when_the_word_is_released():
+    wait = njit(nogil=True)(lambda words, value: driver.wait_until(np.int64(words.ctypes.data), value))
+    release = njit(lambda words, value: driver.store_release(np.int64(words.ctypes.data), value))
+    words, done = np.zeros(1, np.int64), threading.Event()
+    wait(words, 0)
+    release(words, 1)
+    assert words[0] == 1
+    thread = threading.Thread(target=lambda: (wait(words, 2), done.set()))
+    thread.start()
+    assert not done.wait(0.05)
+    release(words, 2)
+    assert done.wait(30)
+    thread.join()
 
 
 def test_supports_and_resources():

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import doctest
 import importlib.util
+import json
 import re
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -96,7 +98,7 @@ def figures():
     return module.FIGURES
 
 
-@pytest.mark.parametrize("name", ["tiling", "band"])
+@pytest.mark.parametrize("name", ["tiling", "band", "backward"])
 def test_figures_are_drawn_by_the_code(name):
     drawn = str(figures()[name]())
     assert (ROOT / "docs" / "figures" / f"{name}.svg").read_text(encoding="utf-8") == drawn, "run: python docs/figures/draw.py"
@@ -109,6 +111,73 @@ def test_support_table_is_what_the_families_say(page):
     found = re.search(r"<!-- numbaflash support -->\n(.*?)\n<!-- end -->", (ROOT / page).read_text(encoding="utf-8"), re.S)
     assert found is not None, f"{page} has no support table"
     assert found[1].strip() == markdown(), "run: python docs/tables.py"
+
+
+def test_forward_figures_are_those_of_the_results():
+    """Ratios to the best peer on the performance page, and what the README says of them, against the file that the page names."""
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    file = ROOT / re.search(r"`(bench/results/\S+-forward\.jsonl)`", page)[1]
+    times = {}
+    for line in file.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        if record["ms"] is not None:
+            cell = tuple(record[name] for name in ("head_dim", "causal", "seqlen_q", "dtype", "heads", "kv_heads"))
+            times.setdefault(cell, {})[record["library"]] = record["ms"]
+    ratios = {cell: min(ms for name, ms in place.items() if name != "numbaflash") / place["numbaflash"] for cell, place in times.items()}
+    n, least, middle, most = len(ratios), min(ratios.values()), median(ratios.values()), max(ratios.values())
+    good = sum(ratio >= 1 for ratio in ratios.values())
+    assert f"at least 1.00 in {good} of {n} cells, median {middle:.2f}, least {least:.2f}, most {most:.2f}" in page
+    assert f"The {n - good} cells below 1.00" in page
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"{least:.2f} to {most:.2f} times the best of" in readme
+    assert f"{middle:.2f} in the median of {n} shapes, and at least at 1.00 in {good} of them" in readme
+    lengths = sorted({cell[2] for cell in ratios})
+    for head_dim in (64, 128, 256):
+        for causal in (False, True):
+            pairs = [[ratio for cell, ratio in ratios.items() if cell[:3] == (head_dim, causal, seqlen)] for seqlen in lengths]
+            row = " | ".join(f"{min(some):.2f} to {max(some):.2f}" for some in pairs)
+            assert f"| D {head_dim}, {'causal' if causal else 'full'} | {row} |" in page
+
+
+def documented_workspaces():
+    """The functions of docs/numerics.md."""
+    names = {}
+    exec(next(example.code for example in examples(ROOT / "docs" / "numerics.md") if "def sm90_workspace" in example.code), names)
+    return names["sm90_workspace"], names["simt_workspace"]
+
+
+@pytest.mark.parametrize("family, dtype", [("sm90", "bfloat16"), ("simt", "float16"), ("simt", "float64")])
+@pytest.mark.parametrize("dims", [(8, 8), (64, 64), (64, 128), (96, 64), (128, 256), (256, 64)])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_workspace_formulas(family, dtype, dims, deterministic):
+    from numbaflash import dispatch, support
+    from numbaflash.arrays import contiguous_strides
+    from numbaflash.problem import ITEMSIZE, make_problem
+
+    sm90_workspace, simt_workspace = documented_workspaces()
+    head_dim, head_dim_v = dims
+    for seqlen in (100, 4096):
+        problem = make_problem((3, seqlen, 4, head_dim), (3, seqlen, 2, head_dim), (3, seqlen, 2, head_dim_v), (dtype,) * 3)
+
+        def layout(shape, itemsize=ITEMSIZE[dtype]):
+            return dispatch.Layout(shape, contiguous_strides(shape, itemsize))
+
+        layouts = dispatch.BackwardLayouts(
+            **{name: layout(getattr(problem, f"{name[-1]}_shape")) for name in ("q", "k", "v", "dq", "dk", "dv")},
+            dout=layout(problem.out_shape),
+            out=layout(problem.out_shape),
+            lse=layout(problem.lse_shape, ITEMSIZE[problem.lse_dtype]),
+        )
+        with dispatch.use_family(family):
+            plan = dispatch.make_backward_plan(problem, layouts, support.assumed_device("sm_90"), deterministic)
+        sizes = (problem.batch, problem.heads, seqlen)
+        if family == "sm90":
+            expected = sm90_workspace(*sizes, *dims, deterministic)
+        else:
+            config = plan.config
+            in_turn = deterministic and seqlen > config.kv_tile
+            expected = simt_workspace(*sizes, 8 if dtype == "float64" else 4, config.q_tile, config.dim, in_turn)
+        assert plan.workspace_bytes == expected
 
 
 def test_links_between_pages():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from numbaflash.problem import MAX_SEQLEN, Problem, check_flag, check_result, make_problem
+from numbaflash.problem import MAX_SEQLEN, NEEDS, Problem, check_flag, check_needs, check_result, check_saved, make_problem
 from numbaflash.reference import visible
 from numbaflash.testing import Case
 from numbaflash.testing.cases import touched
@@ -178,3 +178,42 @@ def test_result_messages(given_, kind, message):
 def test_a_case_asks_for_its_problem():
     case = Case(seqlen_q=5, seqlen_k=7, heads=4, kv_heads=2, head_dim=8, head_dim_v=6, window=(3, 0), scale=2.0)
     assert case.problem == problem((1, 5, 4, 8), (1, 7, 2, 8), (1, 7, 2, 6), window=(3, 0), scale=2.0)
+
+
+def test_operands_of_a_problem():
+    p = make_problem((2, 3, 4, 8), (2, 5, 2, 8), (2, 5, 2, 16), ("bfloat16",) * 3)
+    shapes = {"q": p.q_shape, "k": p.k_shape, "v": p.v_shape, "out": p.out_shape, "lse": p.lse_shape}
+    for name, shape in shapes.items():
+        for operand in (name, f"d{name}"):
+            assert p.shape_of(operand) == shape
+            assert p.dtype_of(operand) == ("float32" if name == "lse" else "bfloat16")
+
+
+@pytest.mark.parametrize(("sizes", "nothing"), [((2, 3, 4), False), ((2, 0, 4), True), ((2, 3, 0), True), ((0, 3, 4), True)])
+def test_sees_nothing(sizes, nothing):
+    batch, seqlen_q, seqlen_k = sizes
+    for options in ({}, {"causal": True}, {"causal": "top_left", "window": (0, 0)}):
+        p = make_problem((batch, seqlen_q, 2, 8), (batch, seqlen_k, 2, 8), (batch, seqlen_k, 2, 8), ("float32",) * 3, **options)
+        assert p.sees_nothing == nothing
+        assert nothing or p.visible_pairs > 0
+
+
+def test_needs():
+    assert check_needs(["v", "q", "v"]) == ("q", "v") and check_needs(iter(())) == () and check_needs(frozenset("kqv")) == NEEDS
+    for bad in ("q", b"q", 3, None, {"q": 1}):
+        with pytest.raises(TypeError, match='needs must be a tuple of "q", "k" and "v"'):
+            check_needs(bad)
+    for bad in (("x",), (1,), ("q", None), ("Q",)):
+        with pytest.raises(ValueError, match='needs must hold nothing but "q", "k" and "v"'):
+            check_needs(bad)
+
+
+@pytest.mark.parametrize(
+    ("name", "origin"), [("out", "numbaflash.forward returned it"), ("lse", "numbaflash.forward"), ("dout", "as out has"), ("dlse", "as lse has")]
+)
+def test_what_the_forward_saved(name, origin):
+    check_saved(name, (2, 3), "float32", want_shape=(2, 3), want_dtype="float32")
+    with pytest.raises(TypeError, match=rf"{name} must have dtype float32, .*{origin}.*; got float64"):
+        check_saved(name, (2, 3), "float64", want_shape=(2, 3), want_dtype="float32")
+    with pytest.raises(ValueError, match=rf"{name} must have shape \(2, 3\), .*{origin}.*; got \(3, 2\)"):
+        check_saved(name, (3, 2), "float32", want_shape=(2, 3), want_dtype="float32")

@@ -17,11 +17,13 @@ import simulator_cases
 
 import numbaflash
 from numbaflash import dispatch, testing, toolchain
-from numbaflash.dispatch import CPU, Device, Layout, Layouts
+from numbaflash.dispatch import CPU, BackwardLayouts, Device, Layout, Layouts
 from numbaflash.kernels import simt
+from numbaflash.kernels.simt import backward
 from numbaflash.kernels.simt import config as tuning
+from numbaflash.kernels.simt.backward import config as backward_tuning
 from numbaflash.problem import DTYPES, ITEMSIZE, make_problem
-from numbaflash.testing import Case
+from numbaflash.testing import BackwardCase, Case
 
 H200 = Device("cuda", 0, (9, 0), 132, "H200")
 T4 = Device("cuda", 0, (7, 5), 40, "T4")
@@ -42,6 +44,16 @@ def make_plan(device=H200, *, seqlen=4096, dtype="float32", head_dim=64, head_di
     if not aligned:
         layouts[1] = replace(layouts[1], alignment=ITEMSIZE[dtype])
     return simt.plan(problem, Layouts(*layouts), device)
+
+
+def make_backward_plan(device=H200, *, needs="qkv", deterministic=True, dlse=True, aligned=True, seqlen=4096, heads=16, **options):
+    problem = make_plan(device, seqlen=seqlen, heads=heads, **options).problem
+    itemsize, lse = ITEMSIZE[problem.dtype], contiguous(problem.lse_shape, ITEMSIZE[problem.lse_dtype])
+    q, k, v, out = (contiguous(shape, itemsize) for shape in (problem.q_shape, problem.k_shape, problem.v_shape, problem.out_shape))
+    dout = out if aligned else replace(out, alignment=itemsize)
+    gradients = (layout if aligned else replace(layout, alignment=itemsize) for layout in (q, k, v))
+    wanted = (layout if name in needs else None for name, layout in zip("qkv", gradients, strict=True))
+    return backward.plan(problem, BackwardLayouts(dout, q, k, v, out, lse, lse if dlse else None, *wanted), device, deterministic)
 
 
 # ---- choice of tiles
@@ -129,6 +141,113 @@ def test_supports():
     assert "int32" in simt.supports(endless, H200)[0]
 
 
+@pytest.mark.parametrize("device", [V100, T4, A100, A10, H200, LATER], ids=lambda device: "sm_{}{}".format(*device.capability))
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_every_head_dim_has_gradient_tiles_that_fit(device, dtype):
+    plain, limit = make_backward_plan(dtype=dtype).config, tuning.shared_limit(device)
+    for head_dim in (*range(1, 257, 9), *range(32, 257, 32)):
+        for head_dim_v in {head_dim, 1, 256}:
+            for tile in backward_tuning.fitting_tiles(dtype, head_dim, head_dim_v, limit):
+                dim, dim_v = backward_tuning.padded_dims(tile, dtype, head_dim, head_dim_v)
+                sizes = {name: getattr(tile, name) for name in ("warps", "q_tile", "kv_tile", "min_blocks")}
+                config = replace(plain, dim=dim, dim_v=dim_v, **sizes)
+                check_backward_invariants(config, head_dim, head_dim_v)
+                assert config.shared_bytes <= limit
+                kept = (config.dk.rows * config.dk.columns + config.dv.rows * config.dv.columns) * config.vector
+                passing = config.vector * max(config.dq.rows * config.dq.columns, 2 * config.scores.rows * config.scores.columns)
+                assert (kept + passing) // config.vector * ITEMSIZE[dtype] // 4 <= 216, "registers of a thread beside addresses and what it reads"
+
+
+def check_backward_invariants(config, head_dim, head_dim_v):
+    """What the kernels take for granted."""
+    vector, lanes_m, lanes_n = config.vector, config.lanes_m, config.lanes_n
+    assert config.dim >= head_dim and config.dim_v >= head_dim_v
+    for dim in (config.dim, config.dim_v):
+        assert dim % (8 * vector) == 0, "a row is swizzled over 8 units"
+        for rows in (config.q_tile, config.kv_tile):
+            width = max(8, config.threads // rows)
+            assert dim % (width * vector) == 0 and rows % (config.threads // width) == 0, "threads copy whole rows"
+    assert config.q_tile % config.step == 0 and config.kv_tile % config.step == 0, "products take whole turns of queries and keys"
+    assert config.step % lanes_m == 0 and config.kv_tile // vector >= lanes_m, "rows of p and ds are swizzled over lanes_m units"
+    for share, m, n in (
+        (config.scores, config.q_tile, config.kv_tile),
+        (config.dq, config.q_tile, config.dim),
+        (config.dk, config.kv_tile, config.dim),
+        (config.dv, config.kv_tile, config.dim_v),
+    ):
+        assert share.warps_m * share.lanes_m * share.rows == m and share.warps_n * share.lanes_n * share.columns == n, "everything is computed"
+        assert config.warps % (share.warps_m * share.warps_n) == 0
+        if share != config.scores:
+            assert share.columns % vector == 0, "each lane has whole units"
+    assert lanes_m * lanes_n == config.warp_size
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_simulator_config_keeps_the_gradients_invariants(dtype):
+    for head_dim in (1, 33, 64, 250, 256):
+        config = make_backward_plan(CPU, dtype=dtype, head_dim=head_dim, head_dim_v=257 - head_dim).config
+        assert config.warp_size == 8 and config.threads == 16
+        check_backward_invariants(config, head_dim, 257 - head_dim)
+
+
+def test_a_backward_plan_describes_its_launches():
+    plan = make_backward_plan(seqlen=1000, heads=64, window=(100, 0))
+    config = plan.config
+    q_tiles, kv_tiles = -(-1000 // config.q_tile), -(-1000 // config.kv_tile)
+    assert plan.direction == "backward" and plan.deterministic and plan.grid == (32 * kv_tiles,)
+    assert not plan.copies, "every stride is read as it is"
+    before, products, after = backward.launches(plan)
+    assert [blocks for _, _, blocks, _ in (before, products, after)] == [64 * q_tiles, 32 * kv_tiles, 64 * q_tiles]
+    assert [request.build.rpartition(".")[2] for request in backward.request(plan)] == ["rows:build_delta", "gradients:build", "rows:build_dq"]
+    values = [p.value for p in products[1] if isinstance(p, toolchain.Scalar)]
+    assert values[1:4] == [plan.problem.scale, -100, 0], "factor of dk, first and last visible key of query 0"
+    assert values[4:] == [q_tiles, kv_tiles, 32, 2, 10], "q tiles, k tiles, key/value heads, group, key/value heads that run together"
+
+
+def test_the_workspace_holds_what_is_needed():
+    rows = 16 * 4096
+    delta, sums, turns = 4 * rows, 4 * rows * 64, -(-4 * (1 + rows // make_backward_plan().config.q_tile) // 256) * 256
+    assert make_backward_plan().workspace_bytes == delta + sums + turns
+    assert make_backward_plan(deterministic=False).workspace_bytes == delta + sums
+    assert make_backward_plan(needs="k").workspace_bytes == delta
+    assert make_backward_plan(needs="v").workspace_bytes == 0
+    for plan in (make_backward_plan(), make_backward_plan(dtype="float64", head_dim=33, seqlen=1001)):
+        for _, parameters, _, _ in backward.launches(plan):
+            for array in parameters:
+                if isinstance(array, toolchain.Array) and array.operand == "workspace":
+                    size = np.prod(array.shape, dtype=np.int64) * np.dtype(array.dtype).itemsize
+                    assert array.offset % 256 == 0 and array.offset + size <= plan.workspace_bytes
+
+
+def test_what_nobody_needs_is_not_launched():
+    def builds(**options):
+        return [request.build.rpartition(":")[2] for request in backward.request(make_backward_plan(**options))]
+
+    assert builds(needs="v") == ["build"]
+    assert builds(needs="kv") == builds(needs="k") == ["build_delta", "build"]
+    assert builds(needs="q") == ["build_delta", "build", "build_dq"]
+    assert builds(seqlen=0, needs="q") == ["build_delta", "build_dq"], "no block has keys"
+    config = make_backward_plan(needs="v").config
+    assert not (config.with_dq or config.with_dk or config.with_ds or config.ordered)
+
+
+def test_gradients_are_ordered_only_where_blocks_share_dq():
+    assert make_backward_plan().config.ordered
+    assert not make_backward_plan(deterministic=False).config.ordered
+    assert not make_backward_plan(needs="kv").config.ordered
+    assert not make_backward_plan(seqlen=32).config.ordered, "one block adds to each tile"
+
+
+def test_supports_gradients():
+    problem = make_plan().problem
+    assert backward.supports(problem, H200) == ()
+    assert "7.0" in backward.supports(problem, Device("cuda", 0, (6, 1), 20, "P4"))[0]
+    endless = replace(problem, seqlen_q=2**30, seqlen_k=2**30, left=2**30 - 2)
+    assert any("last key's last query" in reason for reason in backward.supports(endless, H200))
+    assert any("seqlen_q / 4" in reason for reason in backward.supports(replace(problem, batch=2**27, heads=32, kv_heads=32), H200))
+    assert any("seqlen_k / 8" in reason for reason in backward.supports(replace(problem, batch=2**27, seqlen_q=1), H200))
+
+
 # ---- compiled code
 
 COMPILED = {
@@ -180,6 +299,63 @@ def test_compiled_kernel(name):
     assert min(shares.values()) >= least, f"{multiply}: {shares} of the instructions in {plain}"
 
 
+BACKWARD_COMPILED = {
+    "D 64": make_backward_plan(deterministic=False),
+    "D 64, causal, dq alone": make_backward_plan(causal=True, needs="q"),
+    "D 64, band, any strides": make_backward_plan(window=(100, 0), aligned=False),
+    "D 64, dv alone": make_backward_plan(needs="v"),
+    "D 128": make_backward_plan(head_dim=128, deterministic=False),
+    "D 128, causal": make_backward_plan(head_dim=128, causal=True),
+    "D 128, band, any strides": make_backward_plan(head_dim=128, window=(100, 0), aligned=False),
+    "D 256, band": make_backward_plan(head_dim=256, window=(100, 0)),
+    "D 80, D v 200, band": make_backward_plan(head_dim=80, head_dim_v=200, window=(100, 0)),
+    "D 96, causal, dk and dv": make_backward_plan(head_dim=96, causal=True, needs="kv"),
+    "D 64, sm_75": make_backward_plan(T4, causal=True),
+    "D 256, sm_75": make_backward_plan(T4, head_dim=256),
+    "D 256, sm_80": make_backward_plan(A100, head_dim=256, causal=True),
+    "D 128, sm_86": make_backward_plan(A10, head_dim=128),
+    "D 256, sm_86": make_backward_plan(A10, head_dim=256),
+    "float16, D 64, sm_120": make_backward_plan(LATER, dtype="float16"),
+    "bfloat16, D 128, sm_80": make_backward_plan(A100, dtype="bfloat16", head_dim=128, causal=True),
+    "float64, D 64": make_backward_plan(dtype="float64", causal=True),
+    "float64, D 256": make_backward_plan(dtype="float64", head_dim=256, window=(100, 0)),
+    "float64, D 256, sm_75": make_backward_plan(T4, dtype="float64", head_dim=256),
+}
+
+
+@pytest.mark.parametrize("name", BACKWARD_COMPILED)
+def test_compiled_gradients(name):
+    plan = BACKWARD_COMPILED[name]
+    config = plan.config
+    multiply = "DFMA" if config.compute == "float64" else "FFMA"
+    for request in backward.request(plan):
+        try:
+            ptx = toolchain.compile_ptx(request)
+            report = toolchain.ptxas_report(ptx, request.arch)
+            loops = innermost_loops(toolchain.sass(ptx, request.arch))
+        except toolchain.ToolMissingError as error:
+            pytest.skip(str(error))
+        assert max(report.spill_stores, report.spill_loads) == 0
+        assert not report.notes
+        assert report.registers * plan.threads * request.config.min_blocks <= 65536
+        if not request.build.endswith("gradients:build"):
+            continue
+        wanted = {"scores": config.scores.rows * config.scores.columns * config.step}
+        for gradient, length in (("dq", config.kv_tile), ("dk", config.q_tile), ("dv", config.q_tile)):
+            if getattr(config, f"with_{gradient}") and length > 2 * config.step:  # else the compilers leave no loop
+                share = getattr(config, gradient)
+                wanted[gradient] = share.rows * share.columns * config.step
+        plain = [loop for loop in loops if loop[multiply] and not loop["FSEL"] and not loop["FSETP"] and not loop["DSETP"]]
+        for product, count in wanted.items():
+            found = [loop for loop in plain if loop[multiply] % count == 0]
+            assert found, f"no loop of {count} {multiply} for {product} in {loops}"
+            assert all((loop["LDS.128"] or loop["LDS"]) and not loop["LDL"] and not loop["STL"] for loop in found)
+            if config.compute == "float32" and config.kv_tile >= 64:
+                least = 0.8 if config.scores.rows * config.scores.columns >= 16 else 0.65
+                share = max(loop[multiply] / loop.total() for loop in found)
+                assert share >= least, f"{product}: {multiply} is {share:.2f} of the instructions in {found}"
+
+
 def innermost_loops(listing):
     """Instructions of each loop that holds no other, by opcode (LDS with its width)."""
     instructions, labels, loops = [], {}, []
@@ -227,7 +403,10 @@ def simulator():
     return {line["case"]: line["error"] for line in lines}, done
 
 
-@pytest.mark.parametrize("name", [*simulator_cases.cases(), "drawn by Hypothesis"])
+BACKWARD_NAMES = [f"backward: {name}" for name in (*simulator_cases.backward_cases(), "drawn by Hypothesis")]
+
+
+@pytest.mark.parametrize("name", [*simulator_cases.cases(), "drawn by Hypothesis", *BACKWARD_NAMES])
 def test_simulator(simulator, name):
     results, done = simulator
     assert name in results, done.stderr[-4000:]
@@ -281,10 +460,77 @@ def test_gpu_every_tile(dtype, head_dim, monkeypatch):
         run_on_gpu(Case(**kind, seqlen_k=230, heads=2, kv_heads=2, window=(90, 40), hidden="nan"))
 
 
+BACKWARD_LARGE = {
+    "D 64": {"seqlen_q": 300, "seqlen_k": 333, "heads": 4, "kv_heads": 2, "with_dlse": True},
+    "D 64, full tiles": {"batch": 2, "seqlen_q": 512, "seqlen_k": 512, "heads": 40, "kv_heads": 20},
+    "D 128, full tiles, causal": {
+        "seqlen_q": 1024,
+        "seqlen_k": 1024,
+        "heads": 16,
+        "kv_heads": 16,
+        "head_dim": 128,
+        "head_dim_v": 128,
+        "causal": True,
+    },
+    "D 256, window": {"seqlen_q": 700, "seqlen_k": 900, "heads": 4, "kv_heads": 4, "head_dim": 256, "head_dim_v": 256, "window": (200, 30)},
+    "D 96, D v 200": {"seqlen_q": 500, "seqlen_k": 500, "heads": 8, "kv_heads": 1, "head_dim": 96, "head_dim_v": 200, "causal": True},
+    "D 1": {"seqlen_q": 260, "seqlen_k": 200, "heads": 3, "kv_heads": 3, "head_dim": 1, "head_dim_v": 1},
+    "hidden NaN, causal": {"seqlen_q": 300, "seqlen_k": 290, "heads": 2, "kv_heads": 2, "causal": True, "hidden": "nan", "window": (70, None)},
+    "NaN among what is seen": {"seqlen_q": 300, "seqlen_k": 290, "heads": 2, "kv_heads": 2, "causal": True, "values": "nan"},
+    "big scores": {"seqlen_q": 300, "seqlen_k": 290, "heads": 2, "kv_heads": 2, "values": "big"},
+    "more queries than keys": {"seqlen_q": 500, "seqlen_k": 100, "heads": 2, "kv_heads": 1, "causal": True, "hidden": "inf"},
+    "no keys": {"seqlen_q": 130, "seqlen_k": 0, "heads": 2, "kv_heads": 1},
+    "one query": {"seqlen_q": 1, "seqlen_k": 5000, "heads": 8, "kv_heads": 2},
+    "dq alone": {"seqlen_q": 300, "seqlen_k": 333, "heads": 4, "kv_heads": 2, "causal": True, "needs": ("q",)},
+    "dk alone": {"seqlen_q": 300, "seqlen_k": 333, "heads": 4, "kv_heads": 2, "causal": True, "needs": ("k",)},
+    "dv alone": {"seqlen_q": 300, "seqlen_k": 333, "heads": 4, "kv_heads": 2, "causal": True, "needs": ("v",)},
+}
+
+
+def run_gradients_on_gpu(case):
+    return testing.run_backward_case(case, "simt", next(iter(testing.gpu_libraries())))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "deterministic"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", BACKWARD_LARGE)
+def test_gpu_gradients(name, dtype, deterministic):
+    run_gradients_on_gpu(BackwardCase(dtype=dtype, deterministic=deterministic, **BACKWARD_LARGE[name]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_gpu_every_gradient_tile(dtype, head_dim, monkeypatch):
+    """As `test_gpu_every_tile`."""
+    tiles = backward_tuning.fitting_tiles(dtype, head_dim, head_dim, tuning.shared_limit(toolchain.device(0)))
+    for number, tile in enumerate(tiles):
+        monkeypatch.setattr(backward_tuning, "choose_tile", lambda problem, device, tile=tile: tile)
+        kind = {"dtype": dtype, "head_dim": head_dim, "head_dim_v": head_dim, "seqlen_q": 200 + number}
+        run_gradients_on_gpu(BackwardCase(**kind, seqlen_k=230, heads=2, kv_heads=2, window=(90, 40), hidden="nan", deterministic=True))
+
+
+@pytest.mark.gpu
+def test_gpu_deterministic_gradients_are_the_same_bits_100_times():
+    """Many more blocks than run at once, which wait for each other."""
+    torch = pytest.importorskip("torch")
+    if "torch-cuda" not in testing.gpu_libraries():
+        pytest.skip("torch sees no GPU")
+    q, k, v, dout = (torch.randn(2, 2048, 8, 64, device="cuda") for _ in range(4))
+    with dispatch.use_family("simt"):
+        out, lse = numbaflash.forward(q, k, v, causal=True, return_lse=True)
+        first = numbaflash.backward(dout, q, k, v, out, lse, causal=True, deterministic=True)
+        for _ in range(100):
+            again = numbaflash.backward(dout, q, k, v, out, lse, causal=True, deterministic=True)
+            assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
 @pytest.mark.gpu
 def test_gpu_blocks_beyond_the_limit_of_grid_y():
     """70000 heads over the batch: a grid of one axis."""
     run_on_gpu(Case(batch=700, seqlen_q=2, seqlen_k=3, heads=100, kv_heads=50, head_dim=4, head_dim_v=4))
+    run_gradients_on_gpu(BackwardCase(batch=1400, seqlen_q=2, seqlen_k=3, heads=100, kv_heads=50, head_dim=4, head_dim_v=4))
 
 
 @pytest.mark.gpu
@@ -303,3 +549,6 @@ def test_gpu_offsets_beyond_32_bits():
     far_v.copy_(v)
     with dispatch.use_family("simt"):
         assert torch.equal(numbaflash.forward(q, far_k, far_v), numbaflash.forward(q, k, v))
+        out, lse = numbaflash.forward(q, k, v, return_lse=True)
+        near, far = (numbaflash.backward(out, q, *kv, out, lse, deterministic=True) for kv in ((k, v), (far_k, far_v)))
+        assert all(torch.equal(a, b) for a, b in zip(near, far, strict=True))

@@ -14,7 +14,22 @@ from hypothesis import given, settings
 
 from numbaflash import dispatch, reference, testing
 from numbaflash.problem import DTYPES, UnsupportedError, make_problem
-from numbaflash.testing import Accuracy, AccuracyError, Case, Placement, WriteError, check_forward, expected, problems, run_case
+from numbaflash.testing import (
+    Accuracy,
+    AccuracyError,
+    BackwardCase,
+    Case,
+    Placement,
+    WriteError,
+    backward_problems,
+    check_backward,
+    check_forward,
+    expected,
+    expected_gradients,
+    problems,
+    run_backward_case,
+    run_case,
+)
 from numbaflash.testing.values import RECIPES, decode, encode, rounded
 
 
@@ -170,7 +185,7 @@ def test_values_that_spread_free_their_column_and_nothing_else(library):
     want = np.zeros((1, 20, 4, 8), bool)
     want[0, 4:, 2:, 5], want[0, 4:, :2, 2] = True, True  # the first four queries see no key
     assert (free == want).all()
-    out = np.array(testing.to_float64(known.out))
+    out = np.array(known.out.tolist())
     out[want] = np.nan
     testing.compare(spread, out, known.lse)
     with pytest.raises(AccuracyError):
@@ -234,7 +249,7 @@ def test_cases_survive_json_and_repr(case):
         ('{"dtype": "int8"}', "dtype must be one of .*; got 'int8'"),
         ('{"q": {"stride": 3}}', "not a case: .*stride"),
         ('{"q": 3}', "not a case"),
-        ('{"out": {"step": [0, 1, 1, 1]}}', "out and lse must not be broadcast"),
+        ('{"out": {"step": [0, 1, 1, 1]}}', "out must not be broadcast"),
     ],
 )
 def test_bad_json(text, message):
@@ -402,6 +417,204 @@ def test_unknown_library():
         run_case(Case(), library="tensorflow")
 
 
+# Gradients
+
+
+def gradient_inputs(case):
+    memory = case.memory()
+    return {name: memory[name].decoded() for name in ("dout", *"qkv", "out", "lse", "dlse") if name in memory}
+
+
+def flash_backward(problem, dout, q, k, v, out, lse, dlse=None, *, fault=""):
+    """Algorithm 2 in float32 on one tile, weights and dS rounded to the dtype as tensor cores take them; ``fault`` plants a mistake."""
+    accumulate = np.float64 if problem.dtype == "float64" else np.float32
+    low = (lambda x: rounded(x, problem.dtype).astype(accumulate)) if problem.dtype in ("float16", "bfloat16") else (lambda x: x)
+    seen = reference.visible(problem)
+    if fault == "mask":
+        seen = np.roll(seen, 1, axis=1) | seen
+    results = {name: np.zeros(problem.shape_of(name), accumulate) for name in ("dq", "dk", "dv")}
+    scale = accumulate(problem.scale)
+    with np.errstate(all="ignore"):
+        for b, h in np.ndindex(problem.batch, problem.heads):
+            g = h // problem.group
+            rows, keys = lse[b, h] != -np.inf, seen.any(axis=0)
+            query, grad, result = (np.where(rows[:, None], x[b, :, h], 0).astype(accumulate) for x in (q, dout, out))
+            key, value = (np.where(keys[:, None], x[b, :, g], 0).astype(accumulate) for x in (k, v))
+            top = np.where(rows, lse[b, h], 0).astype(accumulate)
+            p = np.where(seen & rows[:, None], np.exp(scale * (query @ key.T) - top[:, None]), 0)
+            delta = (grad * result).sum(axis=1) - (0 if dlse is None else np.where(rows, dlse[b, h], 0).astype(accumulate))
+            if fault in ("no delta", "no dlse"):
+                delta = 0 if fault == "no delta" else (grad * result).sum(axis=1)
+            s = np.where(seen & rows[:, None], p * (grad @ value.T - delta[..., None] if fault != "no delta" else grad @ value.T), 0)
+            results["dq"][b, :, h] = np.where(rows[:, None], scale * (low(s) @ key), 0)
+            if fault == "last head alone" and h % problem.group:
+                results["dk"][b, :, g] = 0
+            results["dk"][b, :, g] += np.where(keys[:, None], (1 if fault == "dk unscaled" else scale) * (low(s).T @ query), 0)
+            results["dv"][b, :, g] += np.where(keys[:, None], low(p).T @ grad, 0)
+    if fault == "dropped query":
+        results["dv"] -= results["dv"] * 0.03
+    return tuple(rounded(x, problem.dtype) for x in results.values())
+
+
+GRADIENT_FAULTS = {
+    "mask": "dq|dk|dv",
+    "no delta": "dq|dk",
+    "no dlse": "dq|dk",
+    "last head alone": "dk",
+    "dk unscaled": "dk",
+    "dropped query": "dv",
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fault", GRADIENT_FAULTS)
+def test_faults_in_gradients_are_caught(dtype, fault):
+    case = BackwardCase(dtype=dtype, seqlen_q=100, seqlen_k=100, heads=4, kv_heads=2, causal=fault == "mask", with_dlse=True, seed=2)
+    values = gradient_inputs(case)
+    accuracy = check_backward(case, *flash_backward(case.problem, **values))
+    assert max(accuracy.dq, accuracy.dk, accuracy.dv) < 0.6, "the correct result passes with room to spare"
+    with pytest.raises(AccuracyError, match=rf"^({GRADIENT_FAULTS[fault]})\["):
+        check_backward(case, *flash_backward(case.problem, **values, fault=fault))
+
+
+@settings(max_examples=60)
+@given(backward_problems(max_seqlen=100, work=2**12))
+def test_the_rule_lets_honest_gradients_pass(case):
+    check_backward(case, *flash_backward(case.problem, **gradient_inputs(case)))
+
+
+def test_gradients_of_what_sees_nothing_are_exact():
+    case = BackwardCase(seqlen_q=5, seqlen_k=9, causal="top_left", window=(1, None), head_dim=4, head_dim_v=4)
+    known = expected_gradients(case.problem, *(gradient_inputs(case)[name] for name in ("dout", *"qkv")))
+    assert (known.dk_tolerance[:, 5:] == 0).all() and (known.dk[:, 5:] == 0).all()
+    dk = known.dk.copy()
+    dk[0, 6, 0, 1] = 1e-30
+    with pytest.raises(AccuracyError, match=r"dk\[b=0, j=6, hk=0, d=1\]"):
+        check_backward(case, dk=dk, known=known)
+    dk[0, 6, 0, 1] = np.nan
+    with pytest.raises(AccuracyError, match="dk"):
+        check_backward(case, dk=dk, known=known)
+
+
+def test_nan_in_gradients_stays_with_its_batch_entry_and_head():
+    case = BackwardCase(batch=2, seqlen_q=6, seqlen_k=6, heads=4, kv_heads=2, head_dim=4, head_dim_v=4, causal=True)
+    values = {name: x for name, x in gradient_inputs(case).items() if name not in ("out", "lse")}
+    values["v"][1, 3, 0, 2] = np.nan
+    known = expected_gradients(case.problem, **values)
+    exact = [known.dq, known.dk, known.dv]
+    assert np.isnan(known.dq[1, 3:, :2]).all() and np.isfinite(known.dq[1, :3]).all()
+    check_backward(case, *exact, known=known)
+    wide = [x.copy() for x in exact]
+    wide[0][1, :, :2], wide[2][1, :, 0] = np.nan, np.nan
+    check_backward(case, *wide, known=known)
+    for n, at in ((0, (0, 0, 0, 0)), (0, (1, 0, 2, 0)), (1, (1, 0, 1, 0)), (2, (0, 5, 0, 0))):
+        wrong = [x.copy() for x in exact]
+        wrong[n][at] = np.nan
+        with pytest.raises(AccuracyError):
+            check_backward(case, *wrong, known=known)
+    lost = exact[0].copy()
+    lost[1, 4, 0] = 0.0
+    with pytest.raises(AccuracyError, match="dq"):
+        check_backward(case, dq=lost, known=known)
+
+
+def test_a_gradient_beyond_the_dtype_may_be_infinite():
+    case = BackwardCase(dtype="float16", seqlen_q=2, seqlen_k=1, head_dim=2, head_dim_v=2)
+    values = {name: gradient_inputs(case)[name] for name in ("dout", *"qkv")}
+    values["dout"][...] = 40000.0
+    known = expected_gradients(case.problem, **values)
+    assert (known.dv == 80000).all()
+    check_backward(case, dv=np.full_like(known.dv, np.inf), known=known)
+    for wrong in (-np.inf, np.nan, 60000.0):
+        with pytest.raises(AccuracyError, match="dv"):
+            check_backward(case, dv=np.full_like(known.dv, wrong), known=known)
+    values["dout"][...] = 20000.0
+    with pytest.raises(AccuracyError, match="dv"):
+        check_backward(case, dv=np.full_like(known.dv, np.inf), known=expected_gradients(case.problem, **values))
+
+
+@given(backward_problems(max_seqlen=30, work=2**9))
+def test_backward_cases_survive_json_and_repr(case):
+    assert BackwardCase.from_json(case.to_json()) == case
+    assert eval(repr(case), {"BackwardCase": BackwardCase, "Placement": Placement}) == case
+
+
+def test_backward_cases_of_wrong_fields():
+    for text, message in (
+        ('{"needs": ["k", "q"]}', "needs must be a tuple in the order q, k, v"),
+        ('{"needs": ["x"]}', 'needs must hold nothing but "q", "k" and "v"'),
+        ('{"dq": {"step": [0, 1, 1, 1]}}', "dq must not be broadcast"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            BackwardCase.from_json(text)
+    with pytest.raises(ValueError, match="unknown fields needs"):
+        Case.from_json('{"needs": ["q"]}')
+
+
+def own_backward(fault=""):
+    """`flash_backward` as a kernel of one's own."""
+
+    def kernel(dout, q, k, v, out, lse, *, scale, causal, window, dlse, deterministic, needs):
+        dtype = str(q.dtype)
+        problem = make_problem(q.shape, k.shape, v.shape, (dtype,) * 3, scale=scale, causal=causal, window=window)
+        arrays = (np.asarray(x).astype(np.float64) for x in (dout, q, k, v, out, lse))
+        results = flash_backward(problem, *arrays, None if dlse is None else np.asarray(dlse).astype(np.float64), fault=fault)
+        return tuple(x.astype(q.dtype) if name in needs else None for name, x in zip("qkv", results, strict=True))
+
+    return kernel
+
+
+def test_own_backward_kernels():
+    case = BackwardCase(dtype="float32", seqlen_q=33, seqlen_k=40, heads=4, kv_heads=2, with_dlse=True, deterministic=True, needs=("q", "v"))
+    accuracy = run_backward_case(case, kernel=own_backward())
+    assert accuracy.dk is None and 0 < accuracy.dq < 1 and 0 < accuracy.dv < 1
+    with pytest.raises(AccuracyError, match="dq"):
+        run_backward_case(case, kernel=own_backward("no delta"))
+
+
+def test_backward_results_are_watched(monkeypatch):
+    """`numbaflash.backward` replaced by one that is wrong in what it writes."""
+    import numbaflash
+
+    padded = Placement(pad=(0, 0, 0, 4))
+    case = BackwardCase(dtype="float32", seqlen_q=6, seqlen_k=6, head_dim=8, head_dim_v=8, heads=2, dq=padded, deterministic=True)
+    kernel, calls = own_backward(), []
+
+    def backward(change):
+        def run(*arrays, dq=None, dk=None, dv=None, **options):
+            results = kernel(*arrays, **options)
+            if dq is None:
+                calls.append(1)
+                return tuple(x + len(calls) if change == "restless" else x for x in results)
+            for target, result in zip((dq, dk, dv), results, strict=True):
+                target[...] = result
+            return change(dq, dk, dv) if callable(change) else (dq, dk, dv)
+
+        return run
+
+    def past_the_row(dq, dk, dv):
+        np.lib.stride_tricks.as_strided(dq, (*dq.shape[:-1], 9), dq.strides)[0, 0, 0, -1] = 7
+        return dq, dk, dv
+
+    faults = {
+        "1 elements .* outside dq .* were written": past_the_row,
+        "dk returned must be the dk handed in": lambda dq, dk, dv: (dq, dk.copy(), dv),
+        "must decide whether dv is computed; got NoneType": lambda dq, dk, dv: (dq, dk, None),
+        "dq must be the same every time; 96 of 96 elements differed the second time": "restless",
+    }
+    monkeypatch.setattr(numbaflash, "backward", backward(None))
+    run_backward_case(case)
+    for message, change in faults.items():
+        monkeypatch.setattr(numbaflash, "backward", backward(change))
+        with pytest.raises(AccuracyError if "outside" not in message else WriteError, match=message):
+            run_backward_case(case)
+
+
+def test_backward_takes_no_jax():
+    with pytest.raises(ValueError, match="library must not be jax"):
+        run_backward_case(BackwardCase(), library="jax")
+
+
 # Fuzzing
 
 
@@ -420,6 +633,41 @@ def test_fuzz_finds_shrinks_and_replays(tmp_path):
     assert "AccuracyError" in again.getvalue()
     assert testing.replay(failure, kernel=own(), file=again) == 0
     assert "passes: error / tolerance" in again.getvalue()
+
+
+def test_fuzz_finds_a_wrong_gradient(tmp_path):
+    failure, text = tmp_path / "failure.json", io.StringIO()
+    options = {"direction": "backward", "library": "numpy", "max_seqlen": 40, "work": 2**10}
+    status = testing.fuzz(0.5, seed=3, kernel=own_backward("dk unscaled"), failure=failure, file=text, **options)
+    assert status == 1 and text.getvalue().startswith("fuzz: backward, "), text.getvalue()
+    case, recorded = testing.load(failure)
+    assert isinstance(case, BackwardCase) and recorded["error"].startswith("AccuracyError: dk[")
+    assert "run_backward_case(BackwardCase(" in text.getvalue()
+    again = io.StringIO()
+    assert testing.replay(failure, kernel=own_backward("dk unscaled"), file=again) == 1
+    assert testing.replay(failure, kernel=own_backward(), file=again) == 0
+    assert "in dk" in again.getvalue()
+
+
+def test_fuzz_of_both_directions(tmp_path):
+    text = io.StringIO()
+    found = testing.fuzz(
+        0.1, seed=1, direction="both", family="cpu", dtypes=("float32",), head_dims=(8,), work=2**8, failure=tmp_path / "f", file=text
+    )
+    assert found == 0 and " backward " in text.getvalue(), text.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"direction": "sideways"}, "direction must be one of forward, backward, both; got 'sideways'"),
+        ({"direction": "both", "library": "numpy", "kernel": print}, 'direction must be "forward" or "backward" for a kernel of your own'),
+        ({"direction": "backward", "library": "jax"}, "library must not be jax for gradients"),
+    ],
+)
+def test_fuzz_of_a_wrong_direction(options, message):
+    with pytest.raises(ValueError, match=message):
+        testing.fuzz(0.1, **options)
 
 
 def test_fuzz_passes_over_what_a_kernel_cannot_do(tmp_path):

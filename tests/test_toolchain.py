@@ -843,7 +843,7 @@ def good_map(**changes):
 @pytest.mark.parametrize(
     "changes, error, words",
     [
-        ({"operand": "z"}, ValueError, "operand must be one of q, k, v, out, lse; got 'z'"),
+        ({"operand": "z"}, ValueError, "operand must be one of q, k, v, out, lse, dout, dlse, dq, dk, dv, workspace; got 'z'"),
         ({"dtype": "complex64"}, TypeError, "tensor map of q: dtype must be one of"),
         ({"shape": (1,) * 6, "strides": (16,) * 5, "box": (1,) * 6}, ValueError, "shape must have 1 to 5 axes"),
         ({"shape": (), "strides": (), "box": ()}, ValueError, "shape must have 1 to 5 axes"),
@@ -1496,7 +1496,7 @@ class FakeFamily:
 @pytest.fixture
 def family(monkeypatch):
     found = FakeFamily()
-    monkeypatch.setattr(dispatch, "family", lambda name: found)
+    monkeypatch.setattr(dispatch, "family", lambda name, direction="forward": found)
     return found
 
 
@@ -1538,7 +1538,7 @@ def test_warmup_of_a_family_without_requests(monkeypatch):
         def prepare(self, plan):
             prepared.append(plan)
 
-    monkeypatch.setattr(dispatch, "family", lambda name: Simple())
+    monkeypatch.setattr(dispatch, "family", lambda name, direction="forward": Simple())
     options = {"dtypes": ("float32",), "head_dims": (64,), "causal": (False,), "seqlens": (64,)}
     assert len(warming.warmup(**options, device="cpu", load=False).built) == 1 and len(prepared) == 1
     with pytest.raises(warming.WarmupError, match="cannot build a kernel without loading it"):

@@ -161,7 +161,67 @@ def band() -> Svg:
     return svg
 
 
-FIGURES = {"tiling": tiling, "band": band}
+def backward() -> Svg:
+    """Left: a tile of keys at rest, queries streaming by. Right: the turns in which tiles of causal attention add to dQ."""
+    svg = Svg(1060, 424)
+    tile, rows, cols, chosen = 42, 6, 6, 2
+    top = 112
+    seen = visible(make_problem((1, rows * 8, 1, 1), (1, cols * 8, 1, 1), (1, cols * 8, 1, 1), ("float32",) * 3, causal=True))
+    blocks = [[seen[m * 8 : m * 8 + 8, n * 8 : n * 8 + 8] for n in range(cols)] for m in range(rows)]
+    _keys_at_rest(svg, 20, top, tile, blocks, chosen)
+    _turns(svg, 560, top, tile, blocks)
+    return svg
+
+
+def _keys_at_rest(svg, x0, top, tile, blocks, chosen):
+    rows, cols, left = len(blocks), len(blocks[0]), x0 + 92
+    svg.text(x0, 32, "Gradients: a tile of keys at rest", 17, weight="bold")
+    for n in range(cols):
+        for y, fill in ((top - 38, K_COLOR), (top - 23, V_COLOR)):
+            svg.rect(left + n * tile + 2, y, tile - 4, 12, fill, INK if n == chosen else LINE, 2 if n == chosen else 1)
+    svg.text(left + cols * tile + 6, top - 28, "K", 12, SOFT)
+    svg.text(left + cols * tile + 6, top - 13, "V", 12, SOFT)
+    svg.text(x0 + 34, top - 13, "Q  dO", 12, SOFT)
+    svg.text(left + cols * tile + 14, top + 14, "dQ, summed", 12, SOFT)
+    svg.text(left + cols * tile + 14, top + 30, "in memory", 12, SOFT)
+    taking_part = [m for m in range(rows) if blocks[m][chosen].any()]
+    for m in range(rows):
+        for x, fill in ((x0 + 34, Q_COLOR), (x0 + 56, PLAIN)):
+            svg.rect(x, top + m * tile + 3, 16, tile - 6, fill)
+        for n in range(cols):
+            fill = INSIDE if blocks[m][n].all() else BORDER if blocks[m][n].any() else SKIPPED
+            svg.rect(left + n * tile + 1, top + m * tile + 1, tile - 2, tile - 2, fill)
+        if m in taking_part:
+            middle = top + m * tile + tile / 2
+            svg.line(left + (chosen + 1) * tile + 4, middle, left + cols * tile + 10, middle, INK, 1.2, arrow=True)
+            svg.rect(left + cols * tile + 14, top + m * tile + 3, 18, tile - 6, Q_COLOR, INK)
+    x, first = left + chosen * tile, top + taking_part[0] * tile
+    svg.rect(x - 2, first - 2, tile + 4, (rows - taking_part[0]) * tile + 4, "none", INK, 2.5, 4)
+    svg.line(x + tile / 2, first + 10, x + tile / 2, top + rows * tile - 8, INK, 2, arrow=True)
+    for y, fill in ((top + rows * tile + 6, K_COLOR), (top + rows * tile + 21, V_COLOR)):
+        svg.rect(x + 2, y, tile - 4, 12, fill, INK, 2)
+    svg.text(x + tile + 8, top + rows * tile + 26, "dK, dV: in registers until the last query", 13, SOFT)
+
+
+def _turns(svg, x0, top, tile, blocks):
+    rows, cols, left = len(blocks), len(blocks[0]), x0 + 60
+    svg.text(x0, 32, "deterministic=True, causal: who adds to dQ when", 17, weight="bold")
+    svg.text(left, 60, "Tiles of later keys run first. A number is the turn of a", 13, SOFT)
+    svg.text(left, 78, "tile: how many have added to this block of dQ before it.", 13, SOFT)
+    for n in range(cols):
+        svg.rect(left + n * tile + 2, top - 20, tile - 4, 14, K_COLOR)
+    for m in range(rows):
+        svg.rect(left - 24, top + m * tile + 3, 18, tile - 6, Q_COLOR)
+        for n in range(cols):
+            svg.rect(left + n * tile + 1, top + m * tile + 1, tile - 2, tile - 2, PLAIN if blocks[m][n].any() else SKIPPED)
+            if blocks[m][n].any():
+                turn = sum(block.any() for block in blocks[m][n + 1 :])
+                svg.text(left + n * tile + tile / 2, top + m * tile + tile / 2 + 5, str(turn), 14, INK, "middle", "bold" if turn == 0 else "normal")
+    svg.text(left, top + rows * tile + 24, "Down a column, in the order in which a tile goes: it never", 13, SOFT)
+    svg.text(left, top + rows * tile + 42, "waits at the first block, and later for tiles that are ahead.", 13, SOFT)
+
+
+FIGURES = {"tiling": tiling, "band": band, "backward": backward}
 
 if __name__ == "__main__":
     for name, draw in FIGURES.items():

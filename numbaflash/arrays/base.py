@@ -55,6 +55,10 @@ class Library:
     name = ""
     forward: Any = None
     """Set where a call takes another road than address and launch (JAX, arrays that are borrowed first)."""
+    attention: Any = None
+    """Set where `numbaflash.attention` is differentiable: a function of q, k, v and the options."""
+    backward: Any = None
+    """Likewise for `numbaflash.backward`."""
     merge: Any = None
     """Set where `numbaflash.merge` cannot use array operations."""
     namespace: Any = None
@@ -91,6 +95,10 @@ class Library:
 
     def assign(self, target, source, stream: int | None) -> None:
         """Copy ``source`` into ``target``."""
+        raise NotImplementedError
+
+    def clear(self, x, stream: int | None) -> None:
+        """Set every element of ``x`` to 0."""
         raise NotImplementedError
 
     def used_on(self, stream: int, arrays) -> None:

@@ -52,10 +52,18 @@ class Lender(Library):
     def forward(self, q, k, v, *, out, lse, stream, **options):
         from ..api import forward
 
-        given = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+        return self._call(forward, {"q": q, "k": k, "v": v, "out": out, "lse": lse}, stream, options)
+
+    def backward(self, dout, q, k, v, out, lse, *, dlse, dq, dk, dv, stream, **options):
+        from ..api import backward
+
+        inputs = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
+        return self._call(backward, inputs | {"dq": dq, "dk": dk, "dv": dv}, stream, options)
+
+    def _call(self, function, given: dict, stream, options: dict):
         with self.borrowed(given, stream) as (lent, stream):
-            result = forward(stream=stream, **lent, **options)
-        return _as_given(result, {lent[name]: given[name] for name in ("out", "lse") if given[name] is not None})
+            result = function(stream=stream, **lent, **options)
+        return _as_given(result, {lent[name]: x for name, x in given.items() if x is not None})
 
     @contextmanager
     def borrowed(self, given: dict, stream=None):
@@ -289,6 +297,14 @@ class Memory(Library):
             np.copyto(host.bits_view(facts), host.bits_view(row_major))
         else:
             device().copy(facts, row_major, stream)
+
+    def clear(self, x, stream):
+        if isinstance(x, np.ndarray):
+            x[...] = 0
+        elif isinstance(x, Borrowed) and x.facts.kind == "cpu":
+            host.bits_view(x.facts)[...] = 0
+        else:
+            device().clear(x.facts if isinstance(x, Borrowed) else _through_interface(x, "result").facts, stream)
 
 
 def _row_major(facts, address):

@@ -53,6 +53,10 @@ class CuPy(Library):
         with _on(target.data.device_id, stream):
             cupy.copyto(target, source)
 
+    def clear(self, x, stream):
+        with _on(x.data.device_id, stream):
+            x.fill(0)
+
     def cast(self, x, dtype):
         return x.astype(dtype_of(dtype, x.dtype), copy=False)
 

@@ -42,6 +42,14 @@ def copy(target: Facts, source: Facts, stream: int | None) -> None:
             _copy[_blocks(count), THREADS, _external(stream)](_flat_view(target, bits), _flat_view(source, bits))
 
 
+def clear(target: Facts, stream: int | None) -> None:
+    """Set every element of a strided array to 0."""
+    count = math.prod(target.shape)
+    if count:
+        with cuda.gpus[target.index]:
+            _zero[_blocks(count), THREADS, _external(stream)](_flat_view(target, f"u{ITEMSIZE[target.dtype]}"))
+
+
 def merge(outs: list[Facts], lses: list[Facts], out: Facts, lse: Facts, stream: int | None) -> None:
     """`numbaflash.merge` on one device, into new row-major arrays ``out`` and ``lse``."""
     rows = math.prod(lse.shape)
@@ -98,6 +106,16 @@ def _copy(target, source):
         rest, i2 = divmod(rest, n2)
         i0, i1 = divmod(rest, n1)
         target[i0, i1, i2, i3] = source[i0, i1, i2, i3]
+
+
+@cuda.jit
+def _zero(target):
+    _, n1, n2, n3 = target.shape
+    for i in range(cuda.grid(1), target.size, cuda.gridsize(1)):
+        rest, i3 = divmod(i, n3)
+        rest, i2 = divmod(rest, n2)
+        i0, i1 = divmod(rest, n1)
+        target[i0, i1, i2, i3] = 0
 
 
 @cuda.jit

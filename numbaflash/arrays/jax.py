@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import numpy as np
 
@@ -26,6 +28,17 @@ class JAX(Library):
         if stream is not None:
             raise ValueError("stream cannot be given with JAX arrays: XLA chooses the stream of every operation")
         return forward(q, k, v, **options)
+
+    def attention(self, q, k, v, **options):
+        from ..jax import attention
+
+        return attention(q, k, v, **options)
+
+    def backward(self, *arrays, **options):
+        raise TypeError(
+            "dout, q, k, v, out and lse must not be JAX arrays: XLA owns their memory and its order. Differentiate numbaflash.jax.attention "
+            "instead (jax.grad, jax.vjp), which runs the same kernels"
+        )
 
     def describe(self, x, name):
         shape = tuple(x.shape)
@@ -62,6 +75,15 @@ def _default_device():
     if isinstance(device, str):
         return jax.local_devices(backend=device)[0]
     return device if device is not None else jax.local_devices()[0]
+
+
+@functools.cache
+def local_gpus() -> tuple[int, ...]:
+    """Ordinals of the CUDA devices that this process runs on."""
+    try:
+        return tuple(device.local_hardware_id for device in jax.local_devices(backend="cuda"))
+    except RuntimeError:  # none
+        return ()
 
 
 JAX = JAX()

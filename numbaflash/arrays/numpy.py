@@ -93,6 +93,9 @@ class NumPy(Library):
     def assign(self, target, source, stream):
         np.copyto(target, source)
 
+    def clear(self, x, stream):
+        x[...] = 0
+
     def cast(self, x, dtype):
         return x.astype(dtype_of(dtype, x.dtype), copy=False)
 

@@ -54,6 +54,16 @@ class Torch(Library):
         """None, except where torch.compile traces: there the call breaks the graph, and nothing inside it is traced."""
         return partial(_untraced, "forward") if torch.compiler.is_compiling() else None
 
+    def attention(self, q, k, v, **options):
+        from ..torch import attention
+
+        return attention(q, k, v, **options)
+
+    @property
+    def backward(self):
+        """Like `forward`."""
+        return partial(_untraced, "backward") if torch.compiler.is_compiling() else None
+
     @property
     def merge(self):
         """Like `forward`."""
@@ -77,7 +87,7 @@ class Torch(Library):
 
     def _check(self, x, name):
         if torch._C._functorch.is_functorch_wrapped_tensor(x):
-            raise TypeError(f"{name} is traced by torch.func (vmap, grad, jvp, ...); numbaflash.forward reads memory and cannot be transformed by it")
+            raise TypeError(f"{name} is traced by torch.func (vmap, grad, jvp, ...); numbaflash reads memory here and cannot be transformed by it")
         if x.is_nested:
             raise TypeError(f"{name} must be a dense tensor; got a nested tensor. Pad it first ({name}.to_padded_tensor(0.0))")
         if x.layout is not torch.strided:
@@ -90,8 +100,9 @@ class Torch(Library):
             raise ValueError(f"{name} must lie on the CPU or a CUDA device; got device {x.device}")
         if _recorded(x):
             raise ValueError(
-                f"{name} takes part in automatic differentiation, and numbaflash.forward records nothing: its result would be cut from the graph. "
-                f"Call it under torch.no_grad() or torch.inference_mode(), or pass {name}.detach()"
+                f"{name} takes part in automatic differentiation, and numbaflash.forward and backward record nothing: their results would be cut "
+                "from the graph. Call numbaflash.attention, which torch differentiates; without a derivative, call under torch.no_grad() or "
+                f"torch.inference_mode(), or pass {name}.detach()"
             )
         if x.is_neg() or x.is_conj():
             raise ValueError(f"{name} has a pending negation or conjugation (torch.imag and conj views); pass {name}.resolve_neg().resolve_conj()")
@@ -121,6 +132,10 @@ class Torch(Library):
     def assign(self, target, source, stream):
         with _on(target.device, stream):
             target.copy_(source)
+
+    def clear(self, x, stream):
+        with _on(x.device, stream):
+            x.zero_()
 
     def used_on(self, stream, arrays):
         for x in arrays:

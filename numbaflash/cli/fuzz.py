@@ -25,6 +25,7 @@ def add_parser(commands) -> argparse.ArgumentParser:
     parser.add_argument("--library", help="array library to call through (default: the quickest that reaches a GPU, else numpy)")
     parser.add_argument("--device", type=int, default=0, metavar="INDEX", help="CUDA device (default: %(default)s)")
     search = parser.add_argument_group("search")
+    search.add_argument("--direction", choices=("forward", "backward", "both"), help="attention, its gradients, or both (default: forward)")
     search.add_argument("--seed", type=int, help="repeat a search (default: drawn and printed)")
     search.add_argument("--dtype", action="append", choices=DTYPES, help="only this element type; may be given several times")
     search.add_argument("--head-dim", action="append", type=int, help="only this head dim; may be given several times")
@@ -39,6 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         name: getattr(arguments, option)
         for name, option in (
             ("minutes", "minutes"),
+            ("direction", "direction"),
             ("seed", "seed"),
             ("dtypes", "dtype"),
             ("head_dims", "head_dim"),

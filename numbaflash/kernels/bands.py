@@ -13,6 +13,8 @@ from numba.cuda.types import UniTuple, int32
 from ..ptx.straight import straight_line
 
 BOUNDS = UniTuple(int32, 5)
+NEVER = 2**30
+"""A column that no sequence has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,69 @@ class Band:
                 key = r // self.pack + offset - column
                 firsts.append(key - left if self.left else ops.integer(0))
                 lasts.append(ops.minimum(key + right, end) if self.right else end)
+            return [*firsts, *lasts]
+
+        return straight_line(UniTuple(int32, 4), (int32, int32, BOUNDS), body)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyBand:
+    """The same seen from the keys: which blocks of queries see a tile of keys. Sizes and bounds that are compiled in."""
+
+    kv_tile: int
+    q_block: int
+    left: bool
+    right: bool
+
+    def of_tile(self):
+        """``f(tile, bounds) -> (first, plain_first, plain_end, end)``: blocks that see a key of the tile; from the plain ones every query sees
+        every key. A tile that reaches past the last key has no plain blocks."""
+
+        def body(ops, tile, bounds):
+            seqlen_q, seqlen_k, offset, left, right = bounds
+            key = tile * self.kv_tile
+            last_key = key + (self.kv_tile - 1)
+            first, end = ops.integer(0), (seqlen_q + (self.q_block - 1)) // self.q_block
+            if self.right:
+                first = ops.maximum(ops.minimum((key - offset - right) // self.q_block, end), 0)
+            if self.left:
+                end = ops.maximum(ops.minimum((ops.minimum(last_key, seqlen_k - 1) - offset + left) // self.q_block + 1, end), first)
+            plain_first, plain_end = first, end
+            if self.right:
+                plain_first = ops.maximum(ops.minimum((last_key - offset - right + (self.q_block - 1)) // self.q_block, end), first)
+            if self.left:
+                plain_end = ops.maximum(ops.minimum((key - offset + left + 1) // self.q_block, end), plain_first)
+            whole = last_key < seqlen_k
+            return [first, ops.select(whole, plain_first, end), ops.select(whole, plain_end, end), end]
+
+        return straight_line(UniTuple(int32, 4), (int32, BOUNDS), body)
+
+    def turn(self, last_first):
+        """``f(tile, block, bounds, tiles)``: tiles that see the block before this one does, in the order of keys or the last ones first."""
+
+        def body(ops, tile, block, bounds, tiles):
+            _, _, offset, left, right = bounds
+            query = block * self.q_block + offset
+            if last_first:
+                last = (query + (self.q_block - 1) + right) // self.kv_tile if self.right else tiles - 1
+                return ops.minimum(last, tiles - 1) - tile
+            return tile - (ops.maximum((query - left) // self.kv_tile, ops.integer(0)) if self.left else ops.integer(0))
+
+        return straight_line(int32, (int32, int32, BOUNDS, int32), body)
+
+    def limits(self):
+        """``f(key, column, bounds) -> (first0, first1, last0, last1)``: queries that see keys ``key`` and ``key + 8``, counted from ``column``.
+
+        Nobody sees a key past the last one. ``last`` is 0 without a left bound.
+        """
+
+        def body(ops, key, column, bounds):
+            _, seqlen_k, offset, left, right = bounds
+            firsts, lasts = [], []
+            for j in (key, key + 8):
+                query = j - offset - column
+                firsts.append(ops.select(j < seqlen_k, query - right if self.right else ops.integer(-NEVER), NEVER))
+                lasts.append(query + left if self.left else ops.integer(0))
             return [*firsts, *lasts]
 
         return straight_line(UniTuple(int32, 4), (int32, int32, BOUNDS), body)

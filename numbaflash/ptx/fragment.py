@@ -14,7 +14,7 @@ import math
 from llvmlite import ir
 from numba.cuda import types
 
-from .inline import F32, I32, U32, VOID, emit, llvm_f32, llvm_i32, make_intrinsic, pack, unpack
+from .inline import F32, I32, U32, U64, VOID, emit, llvm_f32, llvm_i32, make_intrinsic, pack, unpack
 from .straight import straight_line
 
 CONVERT = {"f16": "cvt.rn.f16x2.f32", "bf16": "cvt.rn.bf16x2.f32"}
@@ -100,23 +100,24 @@ def negate(columns):
     return _elementwise(columns, (), lambda builder, x, i, a: _negate(builder, x))
 
 
-def mask_band(columns, left, right):
-    """``f(s, block, (first0, first1, last0, last1))``: -inf where a key lies before its row's first or after its row's last.
+def mask_band(columns, left, right, hidden=-math.inf, block=None):
+    """``f(x, block, (first0, first1, last0, last1))``: ``hidden`` where a column lies before its row's first or after its row's last.
 
-    The block's keys and the limits are counted from the thread's first column of block 0; ``left`` and ``right`` say which limits count.
+    The block's columns and the limits are counted from the thread's first column of block 0; ``left`` and ``right`` say which limits count.
+    Blocks are ``block`` columns apart (else as many as the fragment has).
     """
-    minus_inf = ir.Constant(llvm_f32, float("-inf"))
+    hidden = ir.Constant(llvm_f32, hidden)
 
     def generate(builder, args, llvm_result):
-        origin = builder.mul(args[1], ir.Constant(llvm_i32, columns))
+        origin = builder.mul(args[1], ir.Constant(llvm_i32, block or columns))
         limits = [builder.sub(limit, origin) for limit in unpack(builder, args[2], 4)]
         values = []
         for i, x in enumerate(unpack(builder, args[0], columns // 2)):
             column = ir.Constant(llvm_i32, _column(i))
             if right:
-                x = builder.select(builder.icmp_signed(">", column, limits[2 + _row(i)]), minus_inf, x)
+                x = builder.select(builder.icmp_signed(">", column, limits[2 + _row(i)]), hidden, x)
             if left:
-                x = builder.select(builder.icmp_signed("<", column, limits[_row(i)]), minus_inf, x)
+                x = builder.select(builder.icmp_signed("<", column, limits[_row(i)]), hidden, x)
             values.append(x)
         return pack(builder, llvm_result, values)
 
@@ -208,6 +209,43 @@ it ptxas hoists the wait for P V above the exponentials, which then no longer ov
 """
 
 
+def scale(columns):
+    """``f(x, a)``: every element times a."""
+    return _elementwise(columns, (F32,), lambda builder, x, i, args: builder.fmul(x, args[0]))
+
+
+def _column_values(builder, address, columns):
+    """A float32 for each of the thread's columns, from shared memory; ``address`` is that of its first column's."""
+    pairs = []
+    for step in range(columns // 8):
+        text = f"ld.shared.v2.f32 {{$0, $1}}, [$2+{32 * step}];"
+        pair = emit(builder, ir.LiteralStructType([llvm_f32] * 2), [address], text, "=f,=f,r,~{memory}")
+        pairs.append(unpack(builder, pair, 2))
+    return lambda i: pairs[i >> 2][i & 1]
+
+
+def probabilities(columns):
+    """``f(s, shifts, scale) -> p``: ``p = exp2(s * scale - shift)``, with a shift a column in shared memory from an address on."""
+
+    def generate(builder, args, llvm_result):
+        shift = _column_values(builder, args[1], columns)
+        values = unpack(builder, args[0], columns // 2)
+        return pack(builder, llvm_result, [_exp2(builder, _fma(builder, s, args[2], _negate(builder, shift(i)))) for i, s in enumerate(values)])
+
+    return make_intrinsic(fragment(columns), (fragment(columns), U32, F32), generate)
+
+
+def score_gradients(columns):
+    """``f(p, dp, deltas) -> ds``: ``ds = p * (dp - delta)``, with a delta a column in shared memory from an address on."""
+
+    def generate(builder, args, llvm_result):
+        delta = _column_values(builder, args[2], columns)
+        p, dp = (unpack(builder, arg, columns // 2) for arg in args[:2])
+        return pack(builder, llvm_result, [builder.fmul(x, builder.fsub(y, delta(i))) for i, (x, y) in enumerate(zip(p, dp, strict=True))])
+
+    return make_intrinsic(fragment(columns), (fragment(columns), fragment(columns), U32), generate)
+
+
 def to_16bit(columns, dtype):
     """Round to pairs of 16-bit elements; the result is the A operand of `wgmma.product_registers`."""
     count = columns // 2
@@ -220,10 +258,11 @@ def to_16bit(columns, dtype):
     return make_intrinsic(packed(columns), (fragment(columns),), generate)
 
 
-def store_matrix(columns, panel_bytes, first_panel=0, panels=None):
+def store_matrix(columns, panel_bytes, first_panel=0, panels=None, shifted=False):
     """Store panels of a packed tile to shared memory, 64 columns each, in the 128-byte swizzle (stmatrix).
 
-    ``f(tile, base, thread)``: ``base`` is the address of the first panel stored, ``thread`` counts within the warpgroup.
+    ``f(tile, base, thread)``: ``base`` is the address of the first panel stored, ``thread`` counts within the warpgroup. With ``shifted``,
+    ``f(tile, base, thread, column)`` stores a tile that fits in a panel from a column (a multiple of 16) on.
     """
     count = columns // 4
     first = 16 * first_panel
@@ -240,6 +279,8 @@ def store_matrix(columns, panel_bytes, first_panel=0, panels=None):
         row = builder.or_(builder.lshr(bits(0x60), ir.Constant(llvm_i32, 1)), bits(15))
         row_at = builder.add(base, builder.shl(row, ir.Constant(llvm_i32, 7)))
         swizzle, half = bits(7, 4), bits(16)
+        if shifted:
+            half = builder.add(half, builder.shl(args[3], ir.Constant(llvm_i32, 1)))
         for k in range(first, end, 4):
             panel, step = divmod((k - first) // 4, 4)
             quad = registers[k : k + 4]
@@ -250,4 +291,52 @@ def store_matrix(columns, panel_bytes, first_panel=0, panels=None):
             )
             emit(builder, ir.VoidType(), [row_at, swizzle, half, *quad], text, ",".join(["r"] * (3 + len(quad))) + ",~{memory}")
 
-    return make_intrinsic(VOID, (packed(columns), U32, I32), generate)
+    return make_intrinsic(VOID, (packed(columns), U32, I32, *[I32] * shifted), generate)
+
+
+def store_plain(columns):
+    """``f(x, base, thread)``: a fragment to shared memory in the order of registers, four at a time; ``thread`` counts within the warpgroup."""
+    count = columns // 2
+
+    def generate(builder, args, _):
+        at = builder.add(args[1], builder.shl(args[2], ir.Constant(llvm_i32, 4)))
+        values = unpack(builder, args[0], count)
+        for i in range(0, count, 4):
+            emit(builder, ir.VoidType(), [at, *values[i : i + 4]], f"st.shared.v4.f32 [$0+{512 * i}], {{$1, $2, $3, $4}};", "r,f,f,f,f,~{memory}")
+
+    return make_intrinsic(VOID, (fragment(columns), U32, I32), generate)
+
+
+def add_plain(columns):
+    """``f(x, base, thread)``: add a fragment to what lies in global memory in the order of `store_plain`, each element atomically."""
+    count = columns // 2
+
+    def generate(builder, args, _):
+        at = builder.add(args[1], builder.zext(builder.shl(args[2], ir.Constant(llvm_i32, 4)), args[1].type))
+        values = unpack(builder, args[0], count)
+        for i in range(0, count, 4):
+            text = f"red.global.add.v4.f32 [$0+{512 * i}], {{$1, $2, $3, $4}};"
+            emit(builder, ir.VoidType(), [at, *values[i : i + 4]], text, "l,f,f,f,f,~{memory}")
+
+    return make_intrinsic(VOID, (fragment(columns), U64, I32), generate)
+
+
+def load_plain(columns):
+    """``f(base, thread) -> x``: what `store_plain` has written, from global memory."""
+    count = columns // 2
+
+    def generate(builder, args, llvm_result):
+        at = builder.add(args[0], builder.zext(builder.shl(args[1], ir.Constant(llvm_i32, 4)), args[0].type))
+        values = []
+        for i in range(0, count, 4):
+            four = emit(
+                builder,
+                ir.LiteralStructType([llvm_f32] * 4),
+                [at],
+                f"ld.global.v4.f32 {{$0, $1, $2, $3}}, [$4+{512 * i}];",
+                "=f,=f,=f,=f,l,~{memory}",
+            )
+            values += unpack(builder, four, 4)
+        return pack(builder, llvm_result, values)
+
+    return make_intrinsic(fragment(columns), (U64, I32), generate)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from llvmlite import ir
 from numba.cuda import types
 
-from .inline import U32, llvm_i32, make_intrinsic, pack
+from .inline import I32, U32, VOID, instruction, llvm_i32, make_intrinsic, pack
 
 
 def _dynamic_base(builder, args, _):
@@ -21,6 +21,13 @@ def _dynamic_base(builder, args, _):
 
 dynamic_base = make_intrinsic(U32, (), _dynamic_base)
 """First address in the kernel's dynamic shared memory that is a multiple of 1024."""
+
+
+store = instruction("st.shared.u32 [$0], $1;", VOID, U32, U32)
+"""``store(address, value)``"""
+
+load = instruction("ld.shared.u32 $0, [$1];", I32, U32)
+"""``load(address) -> int32``"""
 
 
 def addresses(*offsets):

@@ -84,7 +84,8 @@ def _binary(integer, floating=None, swapped=False):
 
 def _relation(symbol):
     def compare(self, other):
-        compare = self.builder.icmp_signed if self.is_integer else self.builder.fcmp_ordered
+        floating = self.builder.fcmp_unordered if symbol == "!=" else self.builder.fcmp_ordered
+        compare = self.builder.icmp_signed if self.is_integer else floating
         return Register(self.builder, compare(symbol, self.value, self._like(other)))
 
     return compare
@@ -93,7 +94,7 @@ def _relation(symbol):
 class Register:
     """An LLVM value with Python's operators; the other operand is one of the same type, or a number.
 
-    Integers are signed and keep their width, comparisons with NaN are false. ``//`` and ``%`` by a positive number round down, as in
+    Integers are signed and keep their width, comparisons with NaN are false but for ``!=``. ``//`` and ``%`` by a positive number round down, as in
     Python; by a register, neither may be negative.
     """
 
@@ -135,7 +136,7 @@ class Register:
         return self & (divisor - 1) if divisor & (divisor - 1) == 0 else self - self // divisor * divisor
 
     __lt__, __le__, __gt__, __ge__ = (_relation(symbol) for symbol in ("<", "<=", ">", ">="))
-    __eq__ = _relation("==")
+    __eq__, __ne__ = _relation("=="), _relation("!=")
     __hash__ = None
 
     def __bool__(self):
@@ -212,6 +213,10 @@ class GpuOps:
     def select(self, condition, a, b):
         """a or b (which may be a number)."""
         return Register(self.builder, self.builder.select(condition.value, a.value, a._like(b)))
+
+    def opaque(self, x):
+        """An int32 as if it were another one: what follows from it is computed where it stands, and not kept in registers from before."""
+        return Register(self.builder, emit(self.builder, llvm_i32, [x.value], "mov.b32 $0, $1;", "=r,r"))
 
     def truth(self, condition):
         """A comparison as an int32."""
@@ -332,11 +337,22 @@ class GpuOps:
         args = [place.address, self.builder.zext(valid.value, llvm_i32), *(x.value for x in values)]
         emit(self.builder, ir.VoidType(), args, text, ",".join(["l", "r", *[register] * count, "~{memory}"]))
 
+    def add_to(self, place, value):
+        """Add to an element in global memory, atomically; subnormal sums may become 0."""
+        kind, register, _ = _PTX[place.element]
+        emit(self.builder, ir.VoidType(), [place.address, value.value], f"red.global.add.{kind} [$0], $1;", f"l,{register},~{{memory}}")
+
     def store_at(self, address, value, valid):
         """Store a float32 at an address (int64) of global memory, if valid."""
         args = [address.value, value.value, self.builder.zext(valid.value, llvm_i32)]
         text = "{.reg .pred p; setp.ne.b32 p, $2, 0; @p st.global.f32 [$0], $1;}"
         emit(self.builder, ir.VoidType(), args, text, "l,f,r,~{memory}")
+
+    def load_at(self, address, valid):
+        """The float32 at an address (int64) of global memory; 0, and no access, unless valid."""
+        text = "{.reg .pred p; setp.ne.b32 p, $2, 0; mov.f32 $0, 0f00000000; @p ld.global.f32 $0, [$1];}"
+        args = [address.value, self.builder.zext(valid.value, llvm_i32)]
+        return Register(self.builder, emit(self.builder, llvm_f32, args, text, "=&f,l,r,~{memory}"))
 
     def copy_row(self, memory, index, step, place, count, valid):
         """Start cp.async of elements (4, 8 or 16 bytes) along the last axis to ``index + step`` of shared memory; zeros, and no
@@ -393,6 +409,10 @@ class SimulatorOps:
         return a if condition else a.dtype.type(b)
 
     @staticmethod
+    def opaque(x):
+        return x
+
+    @staticmethod
     def truth(condition):
         return np.int32(bool(condition))
 
@@ -434,6 +454,11 @@ class SimulatorOps:
             for i, x in enumerate(values):
                 array, indices = cls.moved(place, -1, i)
                 array[indices] = x
+
+    @staticmethod
+    def add_to(place, value):
+        array, indices = place
+        array[indices] += value
 
     @classmethod
     def copy_row(cls, memory, index, step, place, count, valid):

@@ -12,18 +12,18 @@ from . import pipeline
 from .inline import I32, U32, U64, VOID, emit, instruction, llvm_i32, make_intrinsic
 
 
-def load_panels(rank, panels, panel_bytes, rows=1):
+def load_panels(rank, panels, panel_bytes, rows=1, stage_bytes=None):
     """``load(stages, place, map, ring, row, coordinates...)`` of a tile into a stage of a ring, as panels of 64 columns.
 
     ``row`` counts tiles of so many ``rows``, along the axis that the first coordinate belongs to; the other coordinates are those of the axes
-    after it. Arrives at the barrier of the place in the ring and lets it wait for the bytes.
+    after it. Stages are as large as the tile, or ``stage_bytes``. Arrives at the barrier of the place in the ring and lets it wait for the bytes.
     """
     names = ", ".join(f"${3 + i}" for i in range(rank))
     text = f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1, {{{names}}}], [$2];"
 
     def generate(builder, args, _):
         stages, place, tensor, ring, row, *coordinates = args
-        barrier, shared = pipeline.barrier_at(builder, ring, place), pipeline.slot_at(builder, stages, place, panels * panel_bytes)
+        barrier, shared = pipeline.barrier_at(builder, ring, place), pipeline.slot_at(builder, stages, place, stage_bytes or panels * panel_bytes)
         coordinates = [builder.mul(row, ir.Constant(llvm_i32, rows)), *coordinates]
         expected = ir.Constant(llvm_i32, panels * panel_bytes)
         emit(builder, ir.VoidType(), [barrier, expected], "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", "r,r,~{memory}")

@@ -64,25 +64,30 @@ def _registers(count, start=0):
     return "{" + ", ".join(f"${start + i}" for i in range(count)) + "}"
 
 
-def product_shared(n, k, dtype, a_steps, b_steps, *, a_transposed=False, b_transposed=False):
-    """``f(a, b) -> fragment``: A (64 x k) times B (k x n), both in shared memory, by the low words of their descriptors."""
+def product_shared(n, k, dtype, a_steps, b_steps, *, a_transposed=False, b_transposed=False, accumulate=False):
+    """``f(a, b) -> fragment``: A (64 x k) times B (k x n), both in shared memory, by the low words of their descriptors.
+
+    With ``accumulate``, ``f(accumulator, a, b)`` adds the product.
+    """
     count = n // 2
 
     def generate(builder, args, llvm_result):
+        tied = unpack(builder, args[0], count) if accumulate else []
+        at = count + len(tied)
         lines = ["{", ".reg .b64 a, b;", ".reg .b32 la, lb;", "wgmma.fence.sync.aligned;"]
         for step in range(k // 16):
             lines += [
-                *_step("a", f"${count}", a_steps[step]),
-                *_step("b", f"${count + 1}", b_steps[step]),
+                *_step("a", f"${at}", a_steps[step]),
+                *_step("b", f"${at + 1}", b_steps[step]),
                 f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype}.{dtype} {_registers(count)}, a, b, "
-                f"{int(step > 0)}, 1, 1, {int(a_transposed)}, {int(b_transposed)};",
+                f"{int(step > 0 or accumulate)}, 1, 1, {int(a_transposed)}, {int(b_transposed)};",
             ]
         lines += ["wgmma.commit_group.sync.aligned;", "}"]
-        constraints = ",".join(["=f"] * count + ["r", "r", "~{memory}"])
-        values = emit(builder, ir.LiteralStructType([llvm_f32] * count), args, "\n".join(lines), constraints)
+        constraints = ",".join(["=f"] * count + [str(i) for i in range(len(tied))] + ["r", "r", "~{memory}"])
+        values = emit(builder, ir.LiteralStructType([llvm_f32] * count), [*tied, *args[-2:]], "\n".join(lines), constraints)
         return pack(builder, llvm_result, unpack(builder, values, count))
 
-    return make_intrinsic(fragment(n), (U32, U32), generate)
+    return make_intrinsic(fragment(n), (*[fragment(n)] * accumulate, U32, U32), generate)
 
 
 def product_registers(n, k, dtype, b_steps):

@@ -1,15 +1,19 @@
 """Attention problems to test kernels with: complete cases, the exact results, the accuracy rule, and random search.
 
-Needs NumPy alone, except `problems`, `problems_for`, `placements` and `fuzz`, which need Hypothesis (``pip install hypothesis``).
+Needs NumPy alone, except the strategies and `fuzz`, which need Hypothesis (``pip install hypothesis``).
 
 `Case`
     One problem with everything that decides a run; plain data, the same bits everywhere.
-`run_case`
+`BackwardCase`
+    The same for gradients.
+`run_case`, `run_backward_case`
     Run a case on a kernel family, in an array library, or through your own kernel, and check everything.
 `expected`, `check_forward`, `compare`, `spread_nonfinite`
     Exact results and the accuracy rule, which `numbaflash.testing.accuracy` states.
-`problems`
-    Hypothesis strategy of cases.
+`expected_gradients`, `check_backward`, `compare_gradients`
+    The same for gradients.
+`problems`, `backward_problems`, `problems_for`, `placements`
+    Hypothesis strategies of cases, and of the layouts in them.
 `fuzz`, `replay`
     Random search on the present machine (``numbaflash fuzz`` on the command line), and a failing case run again.
 
@@ -25,14 +29,27 @@ Examples
 
 from __future__ import annotations
 
-from .accuracy import Accuracy, AccuracyError, Expected, check_forward, compare, expected, spread_nonfinite
-from .cases import Case, Memory, Placement
+from .accuracy import (
+    Accuracy,
+    AccuracyError,
+    Expected,
+    ExpectedGradients,
+    GradientAccuracy,
+    check_backward,
+    check_forward,
+    compare,
+    compare_gradients,
+    expected,
+    expected_gradients,
+    spread_nonfinite,
+)
+from .cases import BackwardCase, Case, Memory, Placement
 from .fuzzing import fuzz, load, replay
 from .libraries import LIBRARIES, Operands, gpu_libraries, to_float64
-from .runner import WriteError, run_case
+from .runner import WriteError, run_backward_case, run_case
 from .values import HIDDEN, RECIPES, SENTINEL, rounded
 
-_STRATEGIES = ("placements", "problems", "problems_for")
+_STRATEGIES = ("backward_problems", "placements", "problems", "problems_for")
 
 __all__ = [
     "HIDDEN",
@@ -41,20 +58,27 @@ __all__ = [
     "SENTINEL",
     "Accuracy",
     "AccuracyError",
+    "BackwardCase",
     "Case",
     "Expected",
+    "ExpectedGradients",
+    "GradientAccuracy",
     "Memory",
     "Operands",
     "Placement",
     "WriteError",
+    "check_backward",
     "check_forward",
     "compare",
+    "compare_gradients",
     "expected",
+    "expected_gradients",
     "fuzz",
     "gpu_libraries",
     "load",
     "replay",
     "rounded",
+    "run_backward_case",
     "run_case",
     "spread_nonfinite",
     "to_float64",

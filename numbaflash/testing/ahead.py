@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from ..arrays import Facts
-from ..call import plan_call
-from ..dispatch import OPERANDS, Device, Plan, use_family
+from ..call import plan_backward_call, plan_call
+from ..dispatch import Device, Plan, use_family
 from ..problem import ITEMSIZE, UnsupportedError
 from .cases import GUARD, Case
 from .libraries import laid_out
 
 
 def plan_of(case: Case, device: Device, family: str | None = None, library: str = "torch-cuda") -> Plan:
-    """The plan that `run_case` will use, without any array.
+    """The plan that `run_case` or `run_backward_case` will use, without any array.
 
     Raises
     ------
@@ -19,15 +19,19 @@ def plan_of(case: Case, device: Device, family: str | None = None, library: str 
         When no kernel (of the family) can compute the case.
     """
     case, problem, facts = laid_out(case, library), case.problem, {}
-    given = OPERANDS if case.give_out else "qkv"
-    for name in given:
-        dtype, shape = problem.lse_dtype if name == "lse" else case.dtype, getattr(problem, f"{name}_shape")
-        if name != "lse" or case.return_lse:
+    absent = () if case.give_out else case.results
+    if case.direction == "forward" and not case.return_lse:
+        absent = (*absent, "lse")
+    for name in case.present:
+        if name not in absent:
+            dtype, shape = problem.dtype_of(name), problem.shape_of(name)
             _, first, strides = getattr(case, name).resolve(shape)
             itemsize = ITEMSIZE[dtype]
             facts[name] = Facts((GUARD + first) * itemsize, shape, tuple(s * itemsize for s in strides), dtype, device.kind, device.index)
     with use_family(family):
-        return plan_call(problem, facts, case.return_lse, device)
+        if case.direction == "forward":
+            return plan_call(problem, facts, case.return_lse, device)
+        return plan_backward_call(problem, facts, case.needs, case.deterministic, device)
 
 
 def build(cases, device: Device, family: str | None = None, library: str = "torch-cuda") -> None:
@@ -36,7 +40,7 @@ def build(cases, device: Device, family: str | None = None, library: str = "torc
 
     plans = []
     for case in cases:
-        if not case.problem.is_empty:
+        if not (case.problem.is_empty if case.direction == "forward" else case.problem.sees_nothing or not case.needs):
             try:
                 plans.append(plan_of(case, device, family, library))
             except UnsupportedError:

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
+from typing import ClassVar
 
 import numpy as np
 
-from ..dispatch import OPERANDS
-from ..problem import DTYPES, Problem, make_problem
-from .values import BITS, HIDDEN, RECIPES, SENTINEL, decode, encode, fill
+from .. import reference
+from ..call import RESULTS
+from ..dispatch import BACKWARD_OPERANDS, OPERANDS
+from ..problem import DTYPES, NEEDS, Problem, check_needs, make_problem
+from .values import BITS, HIDDEN, RECIPES, SENTINEL, decode, encode, fill, fill_gradient
 
 GUARD = 64  # elements before and after every operand, watched for stray writes
 
@@ -104,7 +108,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A complete attention problem, ready to be run.
+    """A complete forward problem, ready to be run.
 
     Attributes
     ----------
@@ -133,6 +137,10 @@ class Case:
     True
     """
 
+    direction: ClassVar[str] = "forward"
+    operands: ClassVar[tuple[str, ...]] = OPERANDS
+    """Names of the arrays that have a `Placement`, inputs first."""
+
     dtype: str = "float32"
     batch: int = 1
     seqlen_q: int = 64
@@ -159,8 +167,9 @@ class Case:
         for name, value, allowed in (("dtype", self.dtype, DTYPES), ("values", self.values, RECIPES), ("hidden", self.hidden, HIDDEN)):
             if value not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
-        if 0 in self.out.step or 0 in self.lse.step:
-            raise ValueError("out and lse must not be broadcast: a step of 0 makes several results share one element")
+        for name in dict.fromkeys(("out", "lse", *self.results)):
+            if 0 in getattr(self, name).step:
+                raise ValueError(f"{name} must not be broadcast: a step of 0 makes several results share one element")
 
     @property
     def problem(self) -> Problem:
@@ -179,36 +188,46 @@ class Case:
         return {"scale": self.scale, "causal": self.causal, "window": self.window}
 
     @property
+    def results(self) -> tuple[str, ...]:
+        """Operands that the call writes."""
+        return RESULTS[self.direction]
+
+    @property
+    def present(self) -> tuple[str, ...]:
+        """Operands that take part."""
+        return self.operands
+
+    @property
     def work(self) -> int:
         """Scores in the problem: what the time of the reference is proportional to."""
         return self.batch * self.heads * self.seqlen_q * self.seqlen_k
 
     def memory(self) -> dict[str, Memory]:
-        """The memory of every operand, keyed by its name: inputs filled, outputs and all surroundings set to `SENTINEL`."""
-        problem = self.problem
-        memory = {}
-        for name in OPERANDS:
-            shape = getattr(problem, f"{name}_shape")
-            dtype = problem.lse_dtype if name == "lse" else self.dtype
-            memory[name] = Memory.filled(dtype, shape, getattr(self, name), SENTINEL[dtype])
-        inputs = [memory[name] for name in "qkv"]
-        rng = np.random.default_rng(self.seed)
-        shapes = [tuple(1 if s == 0 else n for n, s in zip(m.shape, m.strides, strict=True)) for m in inputs]
-        values = fill(self.values, self.dtype, rng, *shapes)
-        garbage = {"finite": 3000.0, "nan": np.nan, "inf": np.inf}[self.hidden]
+        """The memory of every operand, keyed by its name: inputs filled, results and all surroundings set to `SENTINEL`."""
+        problem, memory = self.problem, {}
+        for name in self.present:
+            dtype = problem.dtype_of(name)
+            memory[name] = Memory.filled(dtype, problem.shape_of(name), getattr(self, name), SENTINEL[dtype])
         queries, keys = touched(problem)
-        for m, x, rows in zip(inputs, values, (queries, keys, keys), strict=True):
-            m.bits[:] = encode(garbage, self.dtype)
-            m.view()[...] = encode(x, self.dtype)
-            if self.hidden != "finite" and m.strides[1] != 0:
-                m.view()[:, ~rows] = encode(garbage, self.dtype)
+        shapes = [_distinct(memory[name]) for name in "qkv"]
+        values = fill(self.values, self.dtype, np.random.default_rng(self.seed), *shapes)
+        for name, x, rows in zip("qkv", values, (queries, keys, keys), strict=True):
+            self._fill_input(memory[name], x, ~rows)
         return memory
+
+    def _fill_input(self, memory, values, unseen, axis=1):
+        """Values in an operand, garbage around it and, if `hidden` says so, in its rows that take no part."""
+        garbage = encode({"finite": 3000.0, "nan": np.nan, "inf": np.inf}[self.hidden], memory.dtype)
+        memory.bits[:] = garbage
+        memory.view()[...] = encode(values, memory.dtype)
+        if self.hidden != "finite" and memory.strides[axis] != 0:
+            memory.view()[(slice(None),) * axis + (unseen,)] = garbage
 
     def to_json(self) -> str:
         """One line of JSON; `from_json` is its inverse."""
-        plain = asdict(Placement())
-        data = {name: value for name, value in asdict(self).items() if value != _DEFAULTS[name]}
-        for name in set(OPERANDS) & set(data):
+        plain, defaults = asdict(Placement()), _defaults(type(self))
+        data = {name: value for name, value in asdict(self).items() if value != defaults[name]}
+        for name in set(self.operands) & set(data):
             data[name] = {key: value for key, value in data[name].items() if value != plain[key]}
         return json.dumps(data)
 
@@ -221,15 +240,16 @@ class Case:
             raise ValueError(f"not a case: {error}") from None
         if not isinstance(data, dict):
             raise ValueError(f"not a case: expected a JSON object, got {type(data).__name__}")
-        unknown = set(data) - set(_DEFAULTS)
+        unknown = set(data) - set(_defaults(cls))
         if unknown:
             raise ValueError(f"not a case: unknown fields {', '.join(sorted(unknown))}")
         try:
-            for name in OPERANDS:
+            for name in cls.operands:
                 if name in data:
                     data[name] = Placement(**{key: tuple(x) if isinstance(x, list) else x for key, x in data[name].items()})
-            if data.get("window") is not None:
-                data["window"] = tuple(data["window"])
+            for name in ("window", "needs"):
+                if data.get(name) is not None:
+                    data[name] = tuple(data[name])
             return cls(**data)
         except (TypeError, AttributeError) as error:
             raise ValueError(f"not a case: {error}") from None
@@ -242,7 +262,7 @@ class Case:
             plain = f.default_factory() if callable(f.default_factory) else f.default
             if value != plain:
                 shown.append(f"{f.name}={_placement_repr(value) if isinstance(value, Placement) else repr(value)}")
-        return f"Case({', '.join(shown)})"
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     def _repr_pretty_(self, printer, cycle):
         """What Hypothesis and IPython print."""
@@ -250,7 +270,76 @@ class Case:
 
     def snippet(self, *, family=None, library="numpy") -> str:
         """Python source that runs the case again."""
-        return f"from numbaflash.testing import Case, Placement, run_case\n\nrun_case({self!r}, family={family!r}, library={library!r})\n"
+        run = "run_case" if self.direction == "forward" else "run_backward_case"
+        return f"from numbaflash.testing import {type(self).__name__}, Placement, {run}\n\n{run}({self!r}, family={family!r}, library={library!r})\n"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class BackwardCase(Case):
+    """A complete backward problem, ready to be run.
+
+    ``out`` and ``lse`` are inputs here: what the float64 reference computes, rounded. In rows that see no key, ``dout``, ``dlse`` and ``out``
+    hold what `hidden` says, as q does.
+
+    Attributes
+    ----------
+    dout, dlse, dq, dk, dv : Placement
+        Memory layouts beyond those of a `Case`, whose attributes are meant as there; `return_lse` has no meaning.
+    give_out : bool
+        Whether ``dq=``, ``dk=`` and ``dv=`` are handed in or left to the library to allocate.
+    with_dlse : bool
+        Whether there is a gradient of the LSE.
+    deterministic : bool
+        As `numbaflash.backward` takes it.
+    needs : tuple of str
+        As `numbaflash.backward` takes it, in the order q, k, v.
+
+    Examples
+    --------
+    >>> case = BackwardCase(seqlen_q=3, seqlen_k=5, head_dim=8, head_dim_v=8, needs=("q",))
+    >>> case.present
+    ('dout', 'q', 'k', 'v', 'out', 'lse', 'dq')
+    """
+
+    direction: ClassVar[str] = "backward"
+    operands: ClassVar[tuple[str, ...]] = BACKWARD_OPERANDS[:-1]
+
+    dout: Placement = field(default_factory=Placement)
+    dlse: Placement = field(default_factory=Placement)
+    dq: Placement = field(default_factory=Placement)
+    dk: Placement = field(default_factory=Placement)
+    dv: Placement = field(default_factory=Placement)
+    with_dlse: bool = False
+    deterministic: bool = False
+    needs: tuple[str, ...] = NEEDS
+
+    def __post_init__(self):
+        Case.__post_init__(self)
+        if self.needs != check_needs(self.needs):
+            raise ValueError(f"needs must be a tuple in the order q, k, v; got {self.needs!r}")
+
+    @property
+    def present(self) -> tuple[str, ...]:
+        absent = {f"d{name}" for name in NEEDS if name not in self.needs} | ({"dlse"} if not self.with_dlse else set())
+        return tuple(name for name in self.operands if name not in absent)
+
+    def memory(self) -> dict[str, Memory]:
+        memory = Case.memory(self)
+        problem, (queries, _) = self.problem, touched(self.problem)
+        rng = np.random.default_rng((self.seed, 1))
+        for name, axis in (("dout", 1), ("dlse", 2)):
+            if name in memory:
+                values = fill_gradient(self.values, self.dtype, rng, _distinct(memory[name]))
+                self._fill_input(memory[name], values, ~queries, axis)
+        out, lse = reference.forward(problem, *(memory[name].decoded() for name in "qkv"))
+        self._fill_input(memory["out"], out, ~queries)
+        self._fill_input(memory["lse"], lse, np.zeros(problem.seqlen_q, bool), 2)  # -inf in rows without keys is what tells them
+        return memory
+
+
+def _distinct(memory):
+    """Shape of the values that a strided operand can hold: 1 along an axis that repeats one element."""
+    return tuple(1 if s == 0 else n for n, s in zip(memory.shape, memory.strides, strict=True))
 
 
 def touched(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
@@ -271,4 +360,6 @@ def _placement_repr(placement) -> str:
     return f"Placement({', '.join(shown)})"
 
 
-_DEFAULTS = asdict(Case())
+@cache
+def _defaults(kind) -> dict:
+    return asdict(kind())

@@ -8,15 +8,17 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from ..dispatch import FAMILIES
 from ..problem import DTYPES
 from . import ahead
-from .cases import Case, Placement
+from .cases import BackwardCase, Case, Placement
 from .libraries import LIBRARIES, device_of, gpu_libraries, numpy_dtype
-from .runner import run_case
+from .runner import run_backward_case, run_case
 
+DIRECTIONS = ("forward", "backward", "both")
 REPORT_SECONDS = 5.0
 SHRINK_SECONDS = {"cpu": 60.0, "cuda": 180.0}  # a smaller case may need another kernel, which takes seconds to compile for a GPU
 ROUND = 200  # cases drawn with one Hypothesis seed, their GPU kernels built together
@@ -27,6 +29,7 @@ def fuzz(
     family: str | None = None,
     seed: int | None = None,
     *,
+    direction: str = "forward",
     library: str | None = None,
     kernel: Callable | None = None,
     device: int = 0,
@@ -47,11 +50,13 @@ def fuzz(
         Kernel family to force; None lets the dispatcher choose.
     seed : int, optional
         Of the search, so that it can be repeated; drawn and printed when None.
+    direction : str
+        "forward", "backward" or "both".
     library : str, optional
-        One of `LIBRARIES`; by default the quickest one that reaches a GPU, NumPy without a GPU and for the cpu family.
+        One of `LIBRARIES`; by default the quickest one that reaches a GPU, NumPy without a GPU and for the cpu family. Not jax for gradients.
     kernel : callable, optional
-        Your own kernel to search instead of `numbaflash.forward`: ``kernel(q, k, v, scale=..., causal=..., window=...)`` that returns
-        ``out`` or ``(out, lse)``. Cases for which it raises NotImplementedError are passed over.
+        Your own kernel of one direction to search instead of that of numbaflash, as `run_case` or `run_backward_case` takes it. Cases for which
+        it raises NotImplementedError are passed over.
     device : int
         CUDA device ordinal.
     dtypes, head_dims : sequence, optional
@@ -79,12 +84,18 @@ def fuzz(
         raise ValueError(f"max_seqlen must be at least 1; got {max_seqlen}")
     if family is not None and family not in FAMILIES:
         raise ValueError(f"family must be one of {', '.join(FAMILIES)} or None; got {family!r}")
+    if direction not in DIRECTIONS:
+        raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}; got {direction!r}")
     library = _library(library, family)
+    if direction != "forward" and library == "jax":
+        raise ValueError('library must not be jax for gradients: numbaflash.backward takes no JAX arrays. Use direction="forward"')
+    if direction == "both" and kernel is not None:
+        raise ValueError('direction must be "forward" or "backward" for a kernel of your own; got "both"')
     where = device_of(library, device)
     seed = random.SystemRandom().randrange(2**32) if seed is None else seed
-    search = _Search(minutes, family, library, kernel, where, failure, file or sys.stdout)
+    search = _Search(minutes, direction, family, library, kernel, where, failure, file or sys.stdout)
     try:
-        search.run(_strategy(library, family if kernel is None else None, where, dtypes, head_dims, max_seqlen, work), seed)
+        search.run(_strategy(direction, library, family if kernel is None else None, where, dtypes, head_dims, max_seqlen, work), seed)
     finally:
         search.running.unlink(missing_ok=True)
     return search.finish()
@@ -122,17 +133,24 @@ def replay(path, family: str | None = None, library: str | None = None, *, kerne
     library = library or recorded.get("library") or _library(None, family)
     print(case.snippet(family=family, library=library), file=file)
     try:
-        accuracy = run_case(case, family, library, kernel=kernel, device=device)
+        accuracy = _run(case, family, library, kernel=kernel, device=device)
     except AssertionError as error:
         print(f"{type(error).__name__}: {error}", file=file)
         return 1
-    lse = "not checked" if accuracy.lse is None else f"{accuracy.lse:.3g}"
-    print(f"passes: error / tolerance {accuracy.out:.3g} in out, {lse} in lse", file=file)
+    worst = (f"{'not checked' if value is None else format(value, '.3g')} in {name}" for name, value in asdict(accuracy).items())
+    print(f"passes: error / tolerance {', '.join(worst)}", file=file)
     return 0
 
 
+def _run(case, *arguments, **options):
+    return (run_case if case.direction == "forward" else run_backward_case)(case, *arguments, **options)
+
+
 def load(path) -> tuple[Case, dict]:
-    """The case in a failure file, and what else stands there (family, library, error)."""
+    """The case in a failure file, and what else stands there (direction, family, library, error).
+
+    The JSON of a `BackwardCase` alone needs ``{"direction": "backward", "case": ...}`` around it.
+    """
     try:
         data = json.loads(Path(path).read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -141,7 +159,8 @@ def load(path) -> tuple[Case, dict]:
         raise ValueError(f"{path} holds no case: expected a JSON object, got {type(data).__name__}")
     if "case" not in data:
         data = {"case": data}
-    return Case.from_json(json.dumps(data["case"])), data
+    kind = BackwardCase if data.get("direction") == "backward" else Case
+    return kind.from_json(json.dumps(data["case"])), data
 
 
 def _library(library, family) -> str:
@@ -157,7 +176,9 @@ def _library(library, family) -> str:
     return found[0] if found else "numpy"
 
 
-def _strategy(library, family, where, dtypes, head_dims, max_seqlen, work):
+def _strategy(direction, library, family, where, dtypes, head_dims, max_seqlen, work):
+    from hypothesis import strategies as st
+
     from .strategies import problems_for
 
     dtypes = list(DTYPES if dtypes is None else dtypes)
@@ -171,7 +192,8 @@ def _strategy(library, family, where, dtypes, head_dims, max_seqlen, work):
     if not dtypes:
         raise ValueError(f"dtypes must hold one that {library} has here; got {missing}")
     work = work or (2**18 if where.kind == "cpu" else 2**21)
-    return problems_for(family, where, dtypes=tuple(dtypes), head_dims=head_dims, max_seqlen=max_seqlen, work=work)
+    bounds = {"dtypes": tuple(dtypes), "head_dims": head_dims, "max_seqlen": max_seqlen, "work": work}
+    return st.one_of(*(problems_for(family, where, way, **bounds) for way in DIRECTIONS[:2] if direction in (way, "both")))
 
 
 class _Over(KeyboardInterrupt):
@@ -181,8 +203,8 @@ class _Over(KeyboardInterrupt):
 class _Search:
     """The state of one search. Calling it runs one case."""
 
-    def __init__(self, minutes, family, library, kernel, where, failure, file):
-        self.family, self.library, self.kernel, self.where, self.file = family, library, kernel, where, file
+    def __init__(self, minutes, direction, family, library, kernel, where, failure, file):
+        self.direction, self.family, self.library, self.kernel, self.where, self.file = direction, family, library, kernel, where, file
         self.failure, self.running = Path(failure), Path(f"{failure}.running")
         self.began = self.reported = time.monotonic()
         self.until = self.began + 60 * minutes
@@ -195,7 +217,7 @@ class _Search:
     def run(self, strategy, seed):
         import hypothesis as hy
 
-        self._print(f"fuzz: {self.family or 'any family'}, {self.library}, seed {seed}")
+        self._print(f"fuzz: {self.direction}, {self.family or 'any family'}, {self.library}, seed {seed}")
         number = seed
         while not self._over():
             if self.where.kind == "cuda" and self.kernel is None:
@@ -222,7 +244,7 @@ class _Search:
             raise _Over
         self.running.write_text(self._record(case))
         try:
-            run_case(case, self.family if self.kernel is None else None, self.library, kernel=self.kernel, device=self.where.index)
+            _run(case, self.family if self.kernel is None else None, self.library, kernel=self.kernel, device=self.where.index)
         except NotImplementedError:
             self.seen["unsupported"] += 1
         except Exception as error:
@@ -252,6 +274,7 @@ class _Search:
             "causal": bool(case.causal),
             "window": case.window is not None,
             "grouped": case.heads > case.kv_heads > 0,
+            "backward": case.direction == "backward",
             "strided": any(getattr(case, name) != Placement() for name in "qkv"),
             "nan/inf hidden": case.hidden != "finite",
             "no keys": case.seqlen_k == 0,
@@ -278,7 +301,7 @@ class _Search:
         return 1
 
     def _record(self, case):
-        data = {"case": json.loads(case.to_json()), "family": self.family, "library": self.library}
+        data = {"direction": case.direction, "case": json.loads(case.to_json()), "family": self.family, "library": self.library}
         if self.error is not None:
             data["error"] = f"{type(self.error).__name__}: {self.error}"
         return "{\n" + ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in data.items()) + "\n}\n"

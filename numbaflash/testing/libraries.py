@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..dispatch import CPU, OPERANDS, Device
+from ..dispatch import CPU, Device
 from .cases import Case, Memory
 
 LIBRARIES = ("numpy", "torch", "torch-cuda", "cupy", "numba", "jax")
@@ -23,15 +23,14 @@ NEGATIVE_STRIDES = ("numpy", "cupy", "numba")
 
 
 class Operands:
-    """q, k, v, out and lse of a case as arrays of one library.
+    """The operands of a case as arrays of one library.
 
     Attributes
     ----------
     memory : dict of str to Memory
         What every operand's memory held at first.
     arrays : dict of str to array
-        The strided arrays to hand to a kernel, inputs read-only in NumPy. ``out`` and ``lse`` are absent for jax, whose arrays
-        cannot be written.
+        The strided arrays to hand to a kernel, inputs read-only in NumPy. Results are absent for jax, whose arrays cannot be written.
     """
 
     def __init__(self, case: Case, library: str = "numpy", device: int = 0):
@@ -42,12 +41,11 @@ class Operands:
         self.memory = case.memory()
         self.arrays = {}
         self._storage = {}
-        for name in OPERANDS:
-            if library == "jax" and name in ("out", "lse"):
+        for name, memory in self.memory.items():
+            if library == "jax" and name in case.results:
                 continue
-            self._storage[name], self.arrays[name] = make(self.memory[name], library, device)
-        if library == "numpy":
-            for name in "qkv":
+            self._storage[name], self.arrays[name] = make(memory, library, device)
+            if library == "numpy" and name not in case.results:
                 self.arrays[name].flags.writeable = False
 
     def bits(self, name: str) -> np.ndarray:
@@ -73,7 +71,7 @@ def laid_out(case: Case, library: str) -> Case:
     """The case with layouts that the library can have."""
     if library in NEGATIVE_STRIDES:
         return case
-    return replace(case, **{name: getattr(case, name).without_negative() for name in OPERANDS})
+    return replace(case, **{name: getattr(case, name).without_negative() for name in case.operands})
 
 
 def numpy_dtype(dtype: str) -> np.dtype:
@@ -163,6 +161,12 @@ def to_float64(array):
     elif hasattr(array, "copy_to_host"):
         array = array.copy_to_host()
     return np.asarray(array).astype(np.float64)
+
+
+def to_numpy(array) -> np.ndarray:
+    """An array of any library in float64 (exact for every dtype) as NumPy."""
+    values = to_float64(array)
+    return values if isinstance(values, np.ndarray) else values.cpu().numpy()
 
 
 def device_of(library: str, index: int = 0) -> Device:

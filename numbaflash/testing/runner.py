@@ -7,10 +7,21 @@ from collections.abc import Callable
 import numpy as np
 
 from .. import dispatch
-from .accuracy import Accuracy, AccuracyError, Expected, check_forward, expected, spread_nonfinite
+from .accuracy import (
+    Accuracy,
+    AccuracyError,
+    Expected,
+    ExpectedGradients,
+    GradientAccuracy,
+    check_backward,
+    check_forward,
+    expected,
+    expected_gradients,
+    spread_nonfinite,
+)
 from .ahead import plan_of
-from .cases import Case
-from .libraries import Operands, device_of
+from .cases import BackwardCase, Case
+from .libraries import Operands, device_of, to_numpy
 from .values import SENTINEL
 
 REFERENCE_ON_GPU = 2**22  # scores from which torch's GPU computes the reference
@@ -79,6 +90,97 @@ def run_case(
     return accuracy
 
 
+def run_backward_case(
+    case: BackwardCase,
+    family: str | None = None,
+    library: str = "numpy",
+    *,
+    kernel: Callable | None = None,
+    device: int = 0,
+    known: ExpectedGradients | None = None,
+) -> GradientAccuracy:
+    """Run a backward case and check all that can be checked; the counterpart of `run_case`.
+
+    The gradients, and the memory around every operand, hold NaN before the call. Afterwards every element of the gradients has been written
+    and nothing around them, the inputs are unchanged, gradients that nobody needs are None, `check_backward` holds, and a deterministic case
+    gives the same bits a second time.
+
+    Parameters
+    ----------
+    case : BackwardCase
+    family : str, optional
+        Kernel family to force; None lets the dispatcher choose.
+    library : str
+        One of `LIBRARIES` but jax, whose arrays `numbaflash.backward` does not take.
+    kernel : callable, optional
+        ``kernel(dout, q, k, v, out, lse, scale=..., causal=..., window=..., dlse=..., deterministic=..., needs=...)`` returning (dq, dk, dv),
+        checked instead of `numbaflash.backward`. ``dq=``, ``dk=`` and ``dv=`` are not handed to it.
+    device : int
+        CUDA device ordinal for libraries on the GPU.
+    known : ExpectedGradients, optional
+        What `expected_gradients` returns for this case, when it has been computed already.
+
+    Returns
+    -------
+    GradientAccuracy
+
+    Raises
+    ------
+    AccuracyError
+        When a result is wrong, or not the same again where it must be.
+    WriteError
+        When memory was written that must not be, or was not written that must be.
+    UnsupportedError
+        When no kernel (of the family) can compute the case.
+    """
+    if library == "jax" and kernel is None:
+        raise ValueError("library must not be jax: numbaflash.backward takes no JAX arrays. Hand in a kernel that differentiates")
+    operands = Operands(case, library, device)
+    arrays = operands.arrays
+    inputs = [arrays[name] for name in ("dout", "q", "k", "v", "out", "lse")]
+    options = case.options | {"dlse": arrays.get("dlse"), "deterministic": case.deterministic, "needs": case.needs}
+    given = {}
+    if kernel is None and case.give_out:
+        given = {name: arrays[name] for name in case.results if name in arrays}
+    with dispatch.use_family(family):
+        result = (kernel or _backward)(*inputs, **options, **given)
+        results = dict(zip(case.results, result, strict=True))
+        if kernel is None:
+            _check_gradients(case, given, inputs[1], results)
+        if case.deterministic:
+            _check_repeats(results, (kernel or _backward)(*inputs, **options))
+    names = ("dout", *"qkv", "dlse")
+    if known is None and library == "torch-cuda" and case.work >= REFERENCE_ON_GPU:
+        known = expected_gradients(case.problem, **{name: arrays[name] for name in names if name in arrays})
+    elif known is None:
+        known = expected_gradients(case.problem, **{name: operands.memory[name].decoded() for name in names if name in arrays})
+    accuracy = check_backward(case, **results, known=known)
+    _check_memory(operands, given)
+    return accuracy
+
+
+def _backward(*arrays, **options):
+    from .. import backward
+
+    return backward(*arrays, **options)
+
+
+def _check_gradients(case, given, q, results):
+    for name, array in results.items():
+        if (array is None) != (name[1:] not in case.needs):
+            raise AccuracyError(f"needs={case.needs} must decide whether {name} is computed; got {type(array).__name__}")
+        _check_array(name, array, given, q, case.dtype)
+
+
+def _check_repeats(first, second):
+    for (name, a), b in zip(first.items(), second, strict=True):
+        if a is not None:
+            a, b = (to_numpy(x) for x in (a, b))
+            different = (a != b) & ~(np.isnan(a) & np.isnan(b))
+            if different.any():
+                raise AccuracyError(f"{name} must be the same every time; {int(different.sum())} of {a.size} elements differed the second time")
+
+
 def _forward(case, q, k, v, given):
     from .. import forward
 
@@ -103,14 +205,16 @@ def _check_kind(case, given, q, out, lse):
     if case.return_lse != (lse is not None):
         raise AccuracyError(f"return_lse={case.return_lse} must decide whether lse is returned; got {type(lse).__name__}")
     for name, array in (("out", out), ("lse", lse)):
-        if name in given and array is not given[name]:
-            raise AccuracyError(f"{name} returned must be the {name} handed in; got another {type(array).__name__}")
-        if array is not None and type(array) is not type(q):
-            raise AccuracyError(f"{name} must be of the inputs' type {type(q).__name__}; got {type(array).__name__}")
-    wanted = {"out": case.dtype, "lse": case.problem.lse_dtype}
-    for name, array in (("out", out), ("lse", lse)):
-        if array is not None and str(array.dtype).removeprefix("torch.") != wanted[name]:
-            raise AccuracyError(f"{name} must have dtype {wanted[name]}; got {array.dtype}")
+        _check_array(name, array, given, q, case.problem.dtype_of(name))
+
+
+def _check_array(name, array, given, q, dtype):
+    if name in given and array is not given[name]:
+        raise AccuracyError(f"{name} returned must be the {name} handed in; got another {type(array).__name__}")
+    if array is not None and type(array) is not type(q):
+        raise AccuracyError(f"{name} must be of the inputs' type {type(q).__name__}; got {type(array).__name__}")
+    if array is not None and str(array.dtype).removeprefix("torch.") != dtype:
+        raise AccuracyError(f"{name} must have dtype {dtype}; got {array.dtype}")
 
 
 def _check_memory(operands, given):

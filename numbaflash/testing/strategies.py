@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 try:
     from hypothesis import strategies as st
 except ImportError as error:
     raise ImportError("numbaflash.testing needs Hypothesis here: pip install hypothesis") from error
 
-from ..dispatch import CPU, OPERANDS, family
-from ..problem import DTYPES, MAX_HEAD_DIM, make_problem
-from .cases import Case, Placement
+from ..dispatch import CPU, family
+from ..problem import DTYPES, MAX_HEAD_DIM, NEEDS, make_problem
+from .cases import BackwardCase, Case, Placement
 from .values import HIDDEN, RECIPES
 
 EDGES = (15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 175, 176, 177, 191, 192, 193, 255, 256, 257)
@@ -140,11 +140,43 @@ def problems(
     )
     if not strided:
         return case
+    return replace(case, **_layouts(draw, case.problem, case.operands, broadcast=("q", "k", "v")))
+
+
+def _layouts(draw, problem, operands, broadcast):
     drawn = {}
-    for name in OPERANDS:
-        shape = getattr(case.problem, f"{name}_shape")
-        drawn[name] = _bounded(draw(placements(len(shape), broadcast=name in "qkv")), shape)
-    return replace(case, **drawn)
+    for name in operands:
+        shape = problem.shape_of(name)
+        drawn[name] = _bounded(draw(placements(len(shape), broadcast=name in broadcast)), shape)
+    return drawn
+
+
+@st.composite
+def backward_problems(draw, *, strided: bool = True, **options):
+    """Complete backward problems: those of `problems`, with or without a gradient of the LSE, deterministic or not, for any subset of q, k, v.
+
+    Parameters
+    ----------
+    strided : bool
+        Draw memory layouts, a broadcast dout and dlse among them; everything is contiguous otherwise.
+    **options
+        As `problems` takes them.
+
+    Returns
+    -------
+    strategy of BackwardCase
+    """
+    forward = draw(problems(strided=strided, **options))
+    needs = draw(st.sampled_from((NEEDS, NEEDS, NEEDS, ("q",), ("k",), ("v",), ("q", "k"), ("q", "v"), ("k", "v"))))
+    case = BackwardCase(
+        **{f.name: getattr(forward, f.name) for f in fields(forward)} | {"return_lse": True},
+        with_dlse=draw(st.booleans()),
+        deterministic=draw(st.booleans()),
+        needs=needs,
+    )
+    if not strided:
+        return case
+    return replace(case, **_layouts(draw, case.problem, ("dout", "dlse", *case.results), broadcast=("dout", "dlse")))
 
 
 def _bounded(placement, shape):
@@ -156,14 +188,16 @@ def _bounded(placement, shape):
     )
 
 
-def problems_for(name: str | None, device=CPU, **options):
-    """`problems` of the dtypes and head dims that a kernel family has on a device.
+def problems_for(name: str | None, device=CPU, direction: str = "forward", **options):
+    """`problems`, or `backward_problems`, of the dtypes and head dims that a kernel family has on a device.
 
     Parameters
     ----------
     name : str or None
         Family; None draws everything.
     device : numbaflash.dispatch.Device
+    direction : str
+        "forward" or "backward".
     **options
         As `problems` takes them.
 
@@ -172,14 +206,15 @@ def problems_for(name: str | None, device=CPU, **options):
     ValueError
         When the family has nothing on this device; the message holds its reason.
     """
+    draw_from = problems if direction == "forward" else backward_problems
     if name is None:
-        return problems(**options)
+        return draw_from(**options)
     dtypes, head_dims, reason = [], set(), ""
     for dtype in options.pop("dtypes", DTYPES):
         dims = []
         for dim in range(1, MAX_HEAD_DIM + 1):
             shape = (1, 1, 1, dim)
-            reasons = family(name).supports(make_problem(shape, shape, shape, (dtype,) * 3), device)
+            reasons = family(name, direction).supports(make_problem(shape, shape, shape, (dtype,) * 3), device)
             reason = reasons[0] if reasons else reason
             if not reasons:
                 dims.append(dim)
@@ -191,4 +226,4 @@ def problems_for(name: str | None, device=CPU, **options):
     if options.get("head_dims") is not None:
         head_dims &= set(options["head_dims"])
     options["head_dims"] = sorted(head_dims) if len(head_dims) < MAX_HEAD_DIM else None
-    return problems(dtypes=tuple(dtypes), **options)
+    return draw_from(dtypes=tuple(dtypes), **options)

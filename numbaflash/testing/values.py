@@ -86,3 +86,17 @@ def fill(recipe: str, dtype: str, rng: np.random.Generator, q_shape, k_shape, v_
             if x.size:
                 x.flat[rng.integers(x.size, size=1 + x.size // 4096)] = np.nan
     return q, k, v
+
+
+def fill_gradient(recipe: str, dtype: str, rng: np.random.Generator, shape):
+    """dout or dlse (float64) of a recipe."""
+    x = rng.standard_normal(shape)
+    if recipe == "big" and dtype == "float16":
+        x = x * 2.0**-4  # dout @ v stays below 65504
+    elif recipe == "tiny":
+        x = x * 2.0**-10
+    elif recipe == "subnormal":
+        x = x * 2.0 ** _SUBNORMAL_EXPONENT[dtype]
+    elif recipe == "nan" and x.size and rng.integers(2):
+        x.flat[rng.integers(x.size, size=1 + x.size // 4096)] = np.nan
+    return x

@@ -10,7 +10,7 @@ import ctypes
 import struct
 from dataclasses import dataclass
 
-from ..dispatch import OPERANDS, Device
+from ..dispatch import BACKWARD_OPERANDS, OPERANDS, Device
 from .compile import KernelRequest, cluster_of, launch_threads, parameter_sizes
 from .driver import driver, load, pointer, pushed, shared_limit
 
@@ -32,9 +32,12 @@ _SCALAR = {"int32": "i", "uint32": "I", "int64": "q", "uint64": "Q", "float32": 
 _MAP_BYTES = 128
 
 
+_NAMES = dict.fromkeys((*OPERANDS, *BACKWARD_OPERANDS))
+
+
 def _check_operand(operand):
-    if operand not in OPERANDS:
-        raise ValueError(f"operand must be one of {', '.join(OPERANDS)}; got {operand!r}")
+    if operand not in _NAMES:
+        raise ValueError(f"operand must be one of {', '.join(_NAMES)}; got {operand!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,7 @@ class TensorMap:
     Attributes
     ----------
     operand : str
-        One of `numbaflash.dispatch.OPERANDS`; its address must be a multiple of 16 bytes.
+        One of the operands of the launch; its address, with the offset, must be a multiple of 16 bytes.
     dtype : str
     shape : tuple of int
         Elements along each axis, the contiguous axis first; 1 to 5 axes.
@@ -56,6 +59,8 @@ class TensorMap:
         0, 32, 64 or 128 bytes; a row of the box is no longer than that.
     promotion : int
         L2 sector promotion: 0, 64, 128 or 256 bytes.
+    offset : int
+        Bytes from the operand's address to the first element.
     """
 
     operand: str
@@ -65,6 +70,7 @@ class TensorMap:
     box: tuple[int, ...]
     swizzle: int = 128
     promotion: int = 256
+    offset: int = 0
 
     def __post_init__(self):
         _check_operand(self.operand)
@@ -94,9 +100,10 @@ class TensorMap:
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """The address of an operand, as uint64."""
+    """The address of an operand, ``offset`` bytes further, as uint64."""
 
     operand: str
+    offset: int = 0
 
     def __post_init__(self):
         _check_operand(self.operand)
@@ -112,12 +119,15 @@ class Array:
     shape : tuple of int
     strides : tuple of int
         In bytes, any sign.
+    offset : int
+        Bytes from the operand's address to the first element.
     """
 
     operand: str
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    offset: int = 0
 
     def __post_init__(self):
         _check_operand(self.operand)
@@ -153,13 +163,14 @@ class Scalar:
             raise ValueError(f"scalar value must fit {self.kind}; got {self.value!r}") from None
 
 
-def _lower(parameters):
-    """Kernel parameters as the driver sees them: ("map", TensorMap), ("address", operand number) or ("bytes", value)."""
+def _lower(parameters, operands):
+    """Kernel parameters as the driver sees them: ("map", TensorMap), ("address", (operand number, offset)) or
+    ("bytes", value)."""
     for parameter in parameters:
         if isinstance(parameter, TensorMap):
             yield "map", parameter
         elif isinstance(parameter, Pointer):
-            yield "address", OPERANDS.index(parameter.operand)
+            yield "address", (operands.index(parameter.operand), parameter.offset)
         elif isinstance(parameter, Scalar):
             yield "bytes", parameter.packed()
         elif isinstance(parameter, Array):
@@ -168,47 +179,53 @@ def _lower(parameters):
                 items *= n
             for word in (0, 0, items, _ELEMENT[parameter.dtype][1]):  # meminfo, parent, nitems, itemsize
                 yield "bytes", struct.pack("=q", word)
-            yield "address", OPERANDS.index(parameter.operand)
+            yield "address", (operands.index(parameter.operand), parameter.offset)
             for word in (*parameter.shape, *parameter.strides):
                 yield "bytes", struct.pack("=q", word)
         else:
             raise TypeError(f"a parameter must be a TensorMap, Pointer, Array or Scalar; got {parameter!r}")
 
 
-# A block starts with 16 words: 5 operand addresses, a CUlaunchConfig (7 words), the current context, 3 unused.
-_CONFIG = len(OPERANDS)
-_STREAM = _CONFIG + 4
-_CONTEXT = _CONFIG + 7
-_HEAD_BYTES = 128
+# A block starts with 24 words: a CUlaunchConfig (7 words), the current context, the operands' addresses (at most 16).
+_STREAM = 4
+_CONTEXT = 7
+_ADDRESSES = 8
+_HEAD_BYTES = 192
 _CONFIG_FORMAT = "=8I3Q"  # grid, threads, shared memory, padding; stream, attributes, number of attributes
 
 
 class _Block:
     """Arguments of one launch in flight. A launch has as many as threads have been inside it at once."""
 
-    __slots__ = ("addresses", "config", "context", "maps", "memory", "parameters", "words")
+    __slots__ = ("addresses", "config", "context", "maps", "memory", "parameters", "shifted", "words")
 
     def __init__(self, launch):
         lowered = launch.lowered
         count = sum(kind == "map" for kind, _ in lowered)
         array = _HEAD_BYTES + count * _MAP_BYTES
-        self.memory = ctypes.create_string_buffer(array + 8 * len(lowered) + 64)
+        shifted = array + 8 * len(lowered)
+        size = shifted + 8 * len(lowered)
+        self.memory = ctypes.create_string_buffer(size + 64)
         skip = -ctypes.addressof(self.memory) % 64  # a tensor map must be aligned to 64 bytes
         base = ctypes.addressof(self.memory) + skip
-        view = memoryview(self.memory).cast("B")[skip : skip + array + 8 * len(lowered)]
+        view = memoryview(self.memory).cast("B")[skip : skip + size]
         self.words = view.cast("Q")
-        view[8 * _CONFIG : 8 * _CONFIG + len(launch.config)] = launch.config
+        view[: len(launch.config)] = launch.config
         self.addresses = None
-        self.config = pointer(base + 8 * _CONFIG)
+        self.config = pointer(base)
         self.context = pointer(base + 8 * _CONTEXT)
         self.parameters = pointer(base + array)
-        self.maps = []
+        self.maps, self.shifted = [], []
         for i, (kind, value) in enumerate(lowered):
             if kind == "map":
                 at = base + _HEAD_BYTES + _MAP_BYTES * len(self.maps)
-                self.maps.append([OPERANDS.index(value.operand), at, None, value])
+                self.maps.append([launch.operands.index(value.operand), at, None, value])
             elif kind == "address":
-                at = base + 8 * value
+                operand, offset = value
+                at = base + 8 * (_ADDRESSES + operand)
+                if offset:
+                    at = base + shifted + 8 * len(self.shifted)
+                    self.shifted.append((shifted // 8 + len(self.shifted), operand, offset))
             else:
                 at = launch.constants[i]
             self.words[array // 8 + i] = at
@@ -216,10 +233,13 @@ class _Block:
     def set_addresses(self, addresses, replace, about):
         self.addresses = None
         words = self.words
-        words[0], words[1], words[2], words[3], words[4] = addresses
+        for i, address in enumerate(addresses, _ADDRESSES):
+            words[i] = address
+        for word, operand, offset in self.shifted:
+            words[word] = addresses[operand] + offset
         for each in self.maps:
             operand, at, last, described = each
-            address = addresses[operand]
+            address = addresses[operand] + described.offset
             if address != last:
                 if address & 15:
                     raise ValueError(f"{described.operand} must start at a multiple of 16 bytes; got address {address:#x} ({about})")
@@ -255,7 +275,8 @@ def _encode(described, at, address, about):
 class Launch:
     """A loaded kernel with its described arguments: ``launch(q, k, v, out, lse, stream)``, safe among threads.
 
-    Addresses are ints, `stream` is a CUstream handle. The caller's current context is left as it was.
+    Addresses are ints, `stream` is a CUstream handle. The caller's current context is left as it was. A launch of other operands is
+    called by `run`.
 
     Attributes
     ----------
@@ -278,14 +299,16 @@ class Launch:
         "function",
         "grid",
         "lowered",
+        "operands",
         "shared_bytes",
         "threads",
     )
 
-    def __init__(self, function, parameters, grid, threads, shared_bytes):
+    def __init__(self, function, parameters, grid, threads, shared_bytes, operands=OPERANDS):
+        self.operands = operands
         self.function, self.grid, self.threads, self.shared_bytes = function, grid, threads, shared_bytes
         self.about = f"{function.about}; device {function.index}, grid {grid}, {threads} threads, {shared_bytes} bytes of shared memory"
-        self.lowered = tuple(_lower(parameters))
+        self.lowered = tuple(_lower(parameters, operands))
         self.config = struct.pack(_CONFIG_FORMAT, *grid, threads, 1, 1, shared_bytes, 0, 0, 0, 0)
         self._store = ctypes.create_string_buffer(b"".join(value.ljust(8, b"\0") for kind, value in self.lowered if kind == "bytes") or b"\0")
         self.constants, at = {}, ctypes.addressof(self._store)
@@ -299,12 +322,15 @@ class Launch:
         self._free = []
 
     def __call__(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
+        self.run((q, k, v, out, lse), stream)
+
+    def run(self, addresses: tuple[int, ...], stream: int) -> None:
+        """Launch with the addresses of the operands, in their order."""
         try:
             block = self._free.pop()
         except IndexError:
             block = _Block(self)
         try:
-            addresses = (q, k, v, out, lse)
             words = block.words
             words[_STREAM] = stream
             result = self._current(block.context)
@@ -343,14 +369,14 @@ def check_launch(ptx, parameters, grid, threads, shared_bytes, shared_most) -> t
         raise ValueError(f"threads must be the {launch_threads(ptx)} that {ptx.entry} was compiled for; got {threads}")
     if not 0 <= shared_bytes <= shared_most:
         raise ValueError(f"shared_bytes must be from 0 to {shared_most}, the device's limit; got {shared_bytes}")
-    given = [_MAP_BYTES if kind == "map" else 8 if kind == "address" else len(value) for kind, value in _lower(parameters)]
+    given = [_MAP_BYTES if kind == "map" else 8 if kind == "address" else len(value) for kind, value in _lower(parameters, tuple(_NAMES))]
     wanted = parameter_sizes(ptx)
     if given != wanted:
         raise ValueError(f"{ptx.entry} takes parameters of {wanted} bytes; the launch describes {given}: {parameters}")
     return grid
 
 
-def prepare(request: KernelRequest, parameters, *, grid, threads: int, shared_bytes: int = 0, device: Device | int = 0) -> Launch:
+def prepare(request: KernelRequest, parameters, *, grid, threads: int, shared_bytes: int = 0, device: Device | int = 0, operands=OPERANDS) -> Launch:
     """Build or fetch a kernel, load it on a device and prepare its launch.
 
     Parameters
@@ -363,6 +389,8 @@ def prepare(request: KernelRequest, parameters, *, grid, threads: int, shared_by
     threads, shared_bytes : int
         Threads and dynamic shared memory of a block.
     device : Device or int
+    operands : tuple of str
+        Names of the arrays whose addresses a launch gets: `OPERANDS` or `BACKWARD_OPERANDS` of `numbaflash.dispatch`.
 
     Raises
     ------
@@ -379,4 +407,4 @@ def prepare(request: KernelRequest, parameters, *, grid, threads: int, shared_by
     x, y, z = cluster_of(function.ptx)
     if x * y * z > 8:
         function.allow_large_cluster()
-    return Launch(function, parameters, grid, threads, shared_bytes)
+    return Launch(function, parameters, grid, threads, shared_bytes, operands)

@@ -59,21 +59,25 @@ def _quick_switching():
 class SimulatedLaunch:
     """A kernel in the simulator with its prepared arguments; calls from several threads take turns."""
 
-    def __init__(self, function, parameters, grid, threads, shared_bytes):
-        self._function, self._parameters = function, parameters
+    def __init__(self, function, parameters, grid, threads, shared_bytes, operands):
+        self._function, self._parameters, self._operands = function, parameters, operands
         self._grid, self._threads, self._shared_bytes = grid, threads, shared_bytes
 
     def __call__(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
+        self.run((q, k, v, out, lse), stream)
+
+    def run(self, addresses: tuple[int, ...], stream: int) -> None:
+        """Launch with the addresses of the operands, in their order."""
         from numba import cuda
         from numba.cuda.cudadrv.devicearray import FakeCUDAArray
 
-        addresses = dict(zip(OPERANDS, (q, k, v, out, lse), strict=True))
+        addresses = dict(zip(self._operands, addresses, strict=True))
         arguments = []
         for parameter in self._parameters:
             if isinstance(parameter, Scalar):
                 arguments.append(np.dtype(parameter.kind).type(parameter.value))
             elif isinstance(parameter, Array):
-                array = view(addresses[parameter.operand], parameter.dtype, parameter.shape, parameter.strides)
+                array = view(addresses[parameter.operand] + parameter.offset, parameter.dtype, parameter.shape, parameter.strides)
                 arguments.append(FakeCUDAArray(array))  # an ndarray would be copied in and out
             else:
                 raise CompileError(f"the CUDA simulator has no {type(parameter).__name__} parameters")
@@ -81,10 +85,10 @@ class SimulatedLaunch:
             cuda.jit(self._function)[self._grid, self._threads, 0, self._shared_bytes](*arguments)
 
 
-def prepare(request: KernelRequest, parameters, *, grid, threads: int, shared_bytes: int = 0, device=None) -> SimulatedLaunch:
+def prepare(request: KernelRequest, parameters, *, grid, threads: int, shared_bytes: int = 0, device=None, operands=OPERANDS) -> SimulatedLaunch:
     """As `numbaflash.toolchain.prepare`, in the simulator."""
     module, _, function = request.build.partition(":")
     source = getattr(importlib.import_module(module), function)(request.config)
     if source.threads != threads:
         raise ValueError(f"threads must be the {source.threads} of the kernel; got {threads}")
-    return SimulatedLaunch(source.function, tuple(parameters), grid, threads, shared_bytes)
+    return SimulatedLaunch(source.function, tuple(parameters), grid, threads, shared_bytes, operands)

@@ -189,7 +189,7 @@ def warm_plans(plans: Iterable[Plan], *, workers: int | None = None, load: bool 
     prepared, failed, loads, count = [], {}, {}, 0
     for plan in plans:
         count += 1
-        family = dispatch.family(plan.family)
+        family = dispatch.family(plan.family, plan.direction)
         if plan.device.kind == "cpu" or not hasattr(family, "request"):
             label = _describe(plan)
             try:

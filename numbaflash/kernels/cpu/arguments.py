@@ -121,6 +121,12 @@ def row_address(args, operand, row_stride, head_stride, row):
 @jit
 def band(args, row):
     """The keys that a row sees: (first, one past the last), equal when it sees none."""
-    place = row // args.group + args.offset
+    return query_band(args, row // args.group)
+
+
+@jit
+def query_band(args, query):
+    """`band` of the rows of a query."""
+    place = query + args.offset
     first = max(0, place - args.left)
     return first, max(first, min(args.seqlen_k, place + args.right + 1))

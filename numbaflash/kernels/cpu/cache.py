@@ -82,8 +82,9 @@ def _fingerprint() -> str:
     """Digest of the sources of this folder and the versions that compiled code depends on."""
     versions = (sys.version_info[:3], platform.machine(), numba.__version__, llvmlite.__version__, np.__version__)
     digest = hashlib.sha256(repr(versions).encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+    folder = Path(__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

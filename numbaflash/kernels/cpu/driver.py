@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 from llvmlite import ir
 from numba import prange, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
+from . import target
 from .arguments import CACHE_LINE
 from .vector import jit, pointer
+
+SPINS = 2000  # of some 40 cycles
 
 
 @intrinsic
@@ -20,6 +26,63 @@ def next_item(typingctx, counter):
         return builder.atomic_rmw("add", pointer(builder, args[0], word), word(1), "monotonic")
 
     return types.int64(types.int64), codegen
+
+
+@intrinsic
+def load_acquire(typingctx, address):
+    """Read a word that another thread releases, and with it what that thread wrote before."""
+
+    def codegen(context, builder, sig, args):
+        return builder.load_atomic(pointer(builder, args[0], ir.IntType(64)), "acquire", 8)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def store_release(typingctx, address, value):
+    """Write a word, and let who acquires it see all that was written before."""
+
+    def codegen(context, builder, sig, args):
+        builder.store_atomic(args[1], pointer(builder, args[0], ir.IntType(64)), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def _relax(typingctx):
+    """Leave the other thread of the core alone for a moment."""
+
+    def codegen(context, builder, sig, args):
+        if target.is_x86():
+            builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse2.pause"), [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def _yield_processor(typingctx):
+    """Let another thread run, where the system has a call for it."""
+
+    def codegen(context, builder, sig, args):
+        if os.name == "posix":
+            builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.IntType(32), []), "sched_yield"), [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@jit
+def wait_until(address, value):
+    """Return when the word at an address has a value that another thread is going to release."""
+    tries = 0
+    while load_acquire(address) != value:
+        tries += 1
+        if tries < SPINS:
+            _relax()
+        else:  # more threads than processors: the one that is waited for may not be running
+            _yield_processor()
 
 
 @intrinsic
@@ -88,3 +151,43 @@ def run(function, args, q, k, v, out, lse, threads):
         if splits > 1:
             for thread in prange(threads):
                 _call_thread(function, thread, args, q, k, v, out, lse, workspace, partial, counters, 1)
+
+
+@intrinsic
+def _call_backward(typingctx, function, args, addresses, work, counter, phase):
+    def codegen(context, builder, sig, values):
+        address, *values = values
+        signature = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * len(values))
+        builder.call(builder.inttoptr(address, signature.as_pointer()), values)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), codegen
+
+
+@jit
+def _call_backward_thread(function, thread, args, addresses, scratch, counters, phase):
+    work = _aligned(scratch) + thread * args[0].scratch
+    counter = np.int64(counters.ctypes.data) + phase * CACHE_LINE
+    _call_backward(function, np.int64(args.ctypes.data), np.int64(addresses.ctypes.data), work, counter, phase)
+
+
+def run_backward(function, args, addresses, threads):
+    """Run a launch of the gradients: all threads prepare the rows, then all walk the tiles of keys.
+
+    Parameters
+    ----------
+    function : int
+        Address of the compiled ``thread`` of `numbaflash.kernels.cpu.backward.kernel.build`.
+    args, addresses : ndarray
+        One record each, of `numbaflash.kernels.cpu.backward.arguments`: ``ARGUMENTS`` and ``ADDRESSES``.
+    threads : int
+        Threads to use; with 1 the caller's own does it all.
+    """
+    scratch = np.empty(threads * args[0].scratch + CACHE_LINE, np.uint8)
+    counters = np.zeros(2 * CACHE_LINE // 8, np.int64)
+    for phase in range(2):
+        if threads == 1:
+            _call_backward_thread(function, 0, args, addresses, scratch, counters, phase)
+        else:
+            for thread in prange(threads):
+                _call_backward_thread(function, thread, args, addresses, scratch, counters, phase)

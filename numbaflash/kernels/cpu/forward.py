@@ -21,9 +21,10 @@ from .config import Kernel
 from .convert import COMPUTE, ITEMSIZE, elements, packing
 from .driver import next_item
 from .exp2 import exp2
+from .finite import finite_test
 from .microkernel import tile_product
 from .transpose import transposing
-from .vector import Simd, any_lane, fma, jit, maximum, select, words
+from .vector import Simd, fma, jit, maximum, select, words
 
 
 def build(kernel: Kernel):
@@ -49,8 +50,8 @@ def build(kernel: Kernel):
     load_element, store_element = elements(dtype)
     load_rows, store_rows = transposing(dtype, lanes)
     product, accumulate = tile_product(str(compute), rows, vectors, lanes)
-    pack = packing(dtype, lanes)
-    zero, one, minus_inf, largest = number(0), number(1), number(-np.inf), number(np.finfo(number).max)
+    pack, all_finite = packing(dtype, lanes), finite_test(compute, lanes)
+    zero, one, minus_inf = number(0), number(1), number(-np.inf)
     ln2 = float(np.log(2))
 
     # A tile of queries
@@ -156,22 +157,6 @@ def build(kernel: Kernel):
         for column in range(0, args.value_columns, rows):
             target = output + column * panel_bytes
             accumulate(values + column * itemsize, itemsize, value_stride, scores, panel_bytes, target, panel_bytes, n_keys, alpha)
-
-    @jit
-    def all_finite(values, value_stride, begin, end, n_columns):
-        """Whether none of the rows from begin until before end has NaN or infinity."""
-        for row in range(begin, end):
-            place, column = values + row * value_stride, 0
-            while column + lanes <= n_columns:
-                x = load(place + column * itemsize)
-                if any_lane(splat(largest) < maximum(x, splat(zero) - x)) or any_lane(x != x):
-                    return False
-                column += lanes
-            while column < n_columns:
-                if not abs(load_number(place + column * itemsize)) <= largest:
-                    return False
-                column += 1
-        return True
 
     @jit
     def weigh_seen_values(args, values, value_stride, scores, output, alpha, block, begin, end, first, last):

@@ -17,9 +17,6 @@ from . import cache, config, decode, driver, forward
 from .arguments import ARGUMENTS, arguments
 from .config import Kernel
 
-ONLY_PRANGE = dict.fromkeys(("comprehension", "reduction", "inplace_binop", "setitem", "numpy", "stencil", "fusion"), False) | {"prange": True}
-"""Not even an array of zeros is made by several threads: a launch on one thread must not touch the pool."""
-
 BUILD = {"panels": forward.build, "rows": decode.build}
 
 _compiling = threading.Lock()
@@ -58,9 +55,19 @@ def _compile_kernel(kernel: Kernel) -> CFunc:
     return function
 
 
+def driver_function(function):
+    """A driver that runs in parallel where it says so and nowhere else.
+
+    Numba is to make not even an array of zeros by several threads: a launch on one thread must not touch the pool. It empties the
+    dictionary of options that it is given, so each function gets its own.
+    """
+    others = dict.fromkeys(("comprehension", "reduction", "inplace_binop", "setitem", "numpy", "stencil", "fusion"), False)
+    return numba.njit(nogil=True, parallel={**others, "prange": True}, error_model="numpy")(function)
+
+
 @functools.cache
 def _compile_driver():
-    run = numba.njit(nogil=True, parallel=ONLY_PRANGE, error_model="numpy")(driver.run)
+    run = driver_function(driver.run)
     run._cache = cache.KernelCache("driver")
     record = numba.from_dtype(ARGUMENTS)
     run.compile(types.void(types.int64, types.Array(record, 1, "C"), *[types.int64] * 6))
@@ -69,13 +76,30 @@ def _compile_driver():
 
 def compiled(kernel: Kernel):
     """(driver, compiled kernel), each compiled at most once in the process."""
-    with _compiling, cache.own_symbols():
+    with compiling():
         return _compile_driver(), _compile_kernel(kernel)
 
 
-def _thread_guard():
-    """Numba's own thread pool ("workqueue") ends the process when two threads use it at once; TBB and OpenMP do not."""
-    return _launching if numba.threading_layer() == "workqueue" else contextlib.nullcontext()
+@contextlib.contextmanager
+def compiling():
+    """One thread compiles at a time, with symbols of its own."""
+    with _compiling, cache.own_symbols():
+        yield
+
+
+@contextlib.contextmanager
+def using(threads: int):
+    """Yield the threads that a launch may use of those it asks for, and keep other launches off the pool where they must be.
+
+    Numba's own pool ("workqueue") ends the process when two threads use it at once; TBB and OpenMP do not.
+    """
+    if threads == 1 or _pool_lost:
+        yield 1
+    elif numba.threading_layer() == "workqueue":
+        with _launching:
+            yield threads
+    else:
+        yield threads
 
 
 def plan_for(problem, layouts, device, threads: int) -> Plan:
@@ -103,14 +127,10 @@ def _prepare(plan):
     run, kernel = compiled(plan.config.kernel)
     address = kernel.address
     args = arguments(plan.problem, plan.layouts, plan.config)
-    threads = plan.threads
 
     def launch(q, k, v, out, lse):
-        if threads == 1 or _pool_lost:
-            run(address, args, q, k, v, out, lse, 1)
-        else:
-            with _thread_guard():
-                run(address, args, q, k, v, out, lse, threads)
+        with using(plan.threads) as threads:
+            run(address, args, q, k, v, out, lse, threads)
 
     return launch
 

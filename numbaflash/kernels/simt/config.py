@@ -35,8 +35,37 @@ class Tile:
         return self.warps * self.lanes_m * self.rows
 
 
+class Elements:
+    """What follows from the dtype and the threads of a config."""
+
+    __slots__ = ()
+
+    @property
+    def compute(self) -> str:
+        """dtype of everything in shared memory and registers."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def vector(self) -> int:
+        """Elements of a 16-byte unit of shared memory."""
+        return 16 // ITEMSIZE[self.compute]
+
+    @property
+    def step(self) -> int:
+        """Elements of a row that a turn of the inner loops takes."""
+        return UNITS * self.vector
+
+    @property
+    def threads(self) -> int:
+        return self.warps * self.warp_size
+
+    @property
+    def lanes_n(self) -> int:
+        return self.warp_size // self.lanes_m
+
+
 @dataclass(frozen=True, slots=True)
-class Config:
+class Config(Elements):
     """Everything that is built into one kernel.
 
     Attributes
@@ -73,29 +102,6 @@ class Config:
     bounded_left: bool
     bounded_right: bool
     write_lse: bool
-
-    @property
-    def compute(self) -> str:
-        """dtype of everything in shared memory and registers."""
-        return "float64" if self.dtype == "float64" else "float32"
-
-    @property
-    def vector(self) -> int:
-        """Elements of a 16-byte unit of shared memory."""
-        return 16 // ITEMSIZE[self.compute]
-
-    @property
-    def step(self) -> int:
-        """Elements of a row that a turn of the inner loops takes."""
-        return UNITS * self.vector
-
-    @property
-    def threads(self) -> int:
-        return self.warps * self.warp_size
-
-    @property
-    def lanes_n(self) -> int:
-        return self.warp_size // self.lanes_m
 
     @property
     def q_tile(self) -> int:
@@ -175,7 +181,7 @@ _SIMULATOR_TILE = Tile(warps=2, lanes_m=2, rows=2, columns=2)
 _SIMULATOR_WARP = 8
 
 
-def _round_up(n, unit):
+def round_up(n, unit):
     return -(-n // unit) * unit
 
 
@@ -183,7 +189,7 @@ def padded_dims(tile: Tile, compute: str, head_dim: int, head_dim_v: int, warp_s
     """Head dims in shared memory: 8 units of 16 bytes for the swizzle, and one unit for each lane of a row of the output."""
     vector = 16 // ITEMSIZE[compute]
     unit_v = max(8, warp_size // tile.lanes_m) * vector
-    return _round_up(head_dim, 8 * vector), _round_up(head_dim_v, unit_v)
+    return round_up(head_dim, 8 * vector), round_up(head_dim_v, unit_v)
 
 
 def fitting_tiles(compute: str, head_dim: int, head_dim_v: int, shared_limit: int) -> tuple[Tile, ...]:
@@ -242,7 +248,7 @@ def config_of_tile(tile: Tile, problem: Problem, layouts: Layouts, device: Devic
         dtype=problem.dtype,
         dim=dim,
         dim_v=dim_v,
-        depth=_round_up(problem.head_dim, UNITS * vector),
+        depth=round_up(problem.head_dim, UNITS * vector),
         warps=tile.warps,
         warp_size=warp_size,
         lanes_m=tile.lanes_m,

@@ -31,11 +31,13 @@ def build(config: Config) -> KernelSource:
     the batch; query heads a key/value head; heads that run together. Sums of row numbers stay within int32 (`simt.supports`).
     """
     t = tiles.Types.of(config)
-    copy_q = tiles.copy_q(config)
-    copy_k, copy_v = tiles.copy_kv(config, config.dim, True), tiles.copy_kv(config, config.dim_v, False)
+    copy_q = tiles.copy_scaled(config, config.q_tile, config.dim, config.q_mask)
+    copy_k, copy_v = tiles.copy_tile(config, config.kv_tile, config.dim, config.k_mask), tiles.copy_tile(config, config.kv_tile, config.dim_v)
     zero_scores, zero_output, zero_row = (tiles.zeros(kind, config) for kind in (t.scores, t.output, t.row))
-    lowest, mask, online_softmax, store_p = tiles.lowest(config), tiles.mask(config), tiles.online_softmax(config), tiles.store_p(config)
-    add_qk, add_pv, add_pv_seen, is_finite = tiles.add_qk(config), tiles.add_pv(config), tiles.add_pv_seen(config), tiles.is_finite(config)
+    lowest, mask = tiles.lowest(config), tiles.mask(config)
+    online_softmax, store_p = tiles.online_softmax(config), tiles.store_p(config, config)
+    add_qk, is_finite = tiles.add_dots(config, config, config.dim), tiles.is_finite(config)
+    add_pv, add_pv_seen = tiles.add_pv(config), tiles.add_pv_seen(config)
     reduce_sum, store_output, store_lse = tiles.reduce_sum(config), tiles.store_output(config), tiles.store_lse(config)
     commit, wait = cp_async.commit, cp_async.wait
 
@@ -47,7 +49,7 @@ def build(config: Config) -> KernelSource:
     k_base = q_tile * dim
     v_base = k_base + kv_tile * dim
     p_base = v_base + kv_tile * dim_v
-    q_width, kv_width = tiles.q_copy_width(config), tiles.kv_copy_width(config)
+    q_width, kv_width = tiles.element_copy_width(config), tiles.copy_width(config, config.kv_tile)
     q_mask, k_mask, p_step, p_mask = config.q_mask, config.k_mask, config.p_step, config.p_mask
     asynchronous, write_lse = config.asynchronous, config.write_lse
     bounded_left, bounded_right = config.bounded_left, config.bounded_right
@@ -86,7 +88,7 @@ def build(config: Config) -> KernelSource:
             copy_k(memory, k_base, k, batch, first_block * kv_tile, kv_head, thread // kv_width, thread % kv_width)
             if asynchronous:
                 commit()
-            copy_q(memory, q, batch, first_q, head, scale, thread // q_width, thread % q_width)
+            copy_q(memory, 0, q, batch, first_q, head, scale, thread // q_width, thread % q_width)
 
         for block in range(first_block, stop_block):
             first_k = int32(block * kv_tile)

@@ -10,6 +10,7 @@ Every function here is straight-line code (see `numbaflash.ptx.straight`): tuple
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -17,39 +18,48 @@ from numba.cuda import types
 
 from numbaflash.ptx.straight import straight_line
 
-from .config import UNITS, Config
+from .config import UNITS, Config, Elements
 
 I32, VOID = types.int32, types.void
 
 
 @dataclass(frozen=True)
-class Types:
-    """Numba types of a kernel: elements of the operands (16-bit ones as bits), and tuples of registers."""
+class ArrayTypes:
+    """Numba types of elements and arrays; 16-bit elements are bits."""
 
     real: types.Type
     operand: types.Type
     lse: types.Type
     memory: types.Type
+
+    @classmethod
+    def of(cls, config: Elements) -> ArrayTypes:
+        real = getattr(types, config.compute)
+        element = real if config.dtype == config.compute else types.uint16
+        return cls(real, types.Array(element, 4, "A"), types.Array(real, 3, "A"), types.Array(real, 1, "C"))
+
+
+@dataclass(frozen=True)
+class Types(ArrayTypes):
+    """Beside them, the tuples of registers of the forward kernel."""
+
     scores: types.Type
     output: types.Type
     row: types.Type
 
     @classmethod
     def of(cls, config: Config) -> Types:
-        real = getattr(types, config.compute)
-        element = real if config.dtype == config.compute else types.uint16
+        arrays = ArrayTypes.of(config)
+        real = arrays.real
         return cls(
-            real=real,
-            operand=types.Array(element, 4, "A"),
-            lse=types.Array(real, 3, "A"),
-            memory=types.Array(real, 1, "C"),
+            **vars(arrays),
             scores=types.UniTuple(real, config.rows * config.columns),
             output=types.UniTuple(real, config.rows * config.dim_v // config.lanes_n),
             row=types.UniTuple(real, config.rows),
         )
 
 
-def zeros(kind, config: Config):
+def zeros(kind, config: Elements):
     """``f() -> tuple`` of zeros."""
     return straight_line(kind, (), lambda ops: [ops.constant(config.compute, 0.0)] * len(kind))
 
@@ -62,41 +72,42 @@ def lowest(config: Config):
 # ---- global to shared memory
 
 
-def copy_q(config: Config):
-    """``f(memory, q, batch, first_row, head, scale, thread_row, thread_column)``: a tile of q times scale, swizzled, zeros
-    beyond the array.
+def copy_scaled(config: Elements, rows: int, dim: int, mask: int):
+    """``f(memory, base, array, batch, first_row, head, scale, thread_row, thread_column)``: a tile times scale, swizzled by
+    ``row & mask``, zeros beyond the array. Element by element, for what is copied once.
 
-    ``thread_row`` and ``thread_column`` are the thread's number divided by `q_copy_width`, and the remainder.
+    ``thread_row`` and ``thread_column`` are the thread's number divided by `element_copy_width`, and the remainder.
     """
-    t, width = Types.of(config), q_copy_width(config)
+    t, width = ArrayTypes.of(config), element_copy_width(config)
     step = config.threads // width
 
     batch_size = 32  # loads in flight
 
-    def body(ops, memory, q, batch, first_row, head, scale, thread_row, thread_column):
-        _, length, _, dim = q.shape
-        index = thread_row * config.dim
-        places = list(_walk(ops, ops.place(q, (batch, first_row + thread_row, head, thread_column)), config.q_tile, step, config.dim, width))
+    def body(ops, memory, base, array, batch, first_row, head, scale, thread_row, thread_column):
+        _, length, _, columns = array.shape
+        index = base + thread_row * dim
+        places = list(_walk(ops, ops.place(array, (batch, first_row + thread_row, head, thread_column)), rows, step, dim, width))
         for start in range(0, len(places), batch_size):
             now, loaded = places[start : start + batch_size], []
             for row, chunk, place in now:
-                inside = (thread_row < length - first_row - row) & (thread_column < dim - chunk)
-                loaded += _to_compute(ops, config, ops.load_row(place, 1, inside))
+                inside = (thread_row < length - first_row - row) & (thread_column < columns - chunk)
+                loaded += to_compute(ops, config, ops.load_row(place, 1, inside))
             for (row, chunk, _), x in zip(now, loaded, strict=True):
-                key = (thread_row + row & config.q_mask) * config.vector
-                ops.store(memory, index + (thread_column ^ key), row * config.dim + chunk, [x * scale])
+                key = (thread_row + row & mask) * config.vector
+                ops.store(memory, index + (thread_column ^ key), row * dim + chunk, [x * scale])
 
-    return straight_line(VOID, (t.memory, t.operand, I32, I32, I32, t.real, I32, I32), body)
+    return straight_line(VOID, (t.memory, I32, t.operand, I32, I32, I32, t.real, I32, I32), body)
 
 
-def copy_kv(config: Config, dim: int, swizzled: bool):
-    """``f(memory, base, array, batch, first_row, head, thread_row, thread_column)``: a tile of k or v, zeros beyond the array.
+def copy_tile(config: Elements, rows: int, dim: int, mask: int = 0):
+    """``f(memory, base, array, batch, first_row, head, thread_row, thread_column)``: a tile, swizzled by ``row & mask``, zeros
+    beyond the array.
 
     Asynchronous where the config says so: then the thread sees it after `cp_async.wait`, the block after a barrier.
-    ``thread_row`` and ``thread_column`` are the thread's number divided by `kv_copy_width`, and the remainder.
+    ``thread_row`` and ``thread_column`` are the thread's number divided by `copy_width`, and the remainder.
     """
-    t, count = Types.of(config), config.vector if config.vectors else 1
-    width = kv_copy_width(config)
+    t, count = ArrayTypes.of(config), config.vector if config.vectors else 1
+    width = copy_width(config, rows)
     step = config.threads // width
 
     def body(ops, memory, base, array, batch, first_row, head, thread_row, thread_column):
@@ -104,8 +115,8 @@ def copy_kv(config: Config, dim: int, swizzled: bool):
         thread_column = thread_column * count
         corner = ops.place(array, (batch, first_row + thread_row, head, thread_column), contiguous=config.vectors)
         loaded = []
-        for row, chunk, place in _walk(ops, corner, config.kv_tile, step, dim, width * count):
-            key = (thread_row + row & config.k_mask) * config.vector if swizzled else 0
+        for row, chunk, place in _walk(ops, corner, rows, step, dim, width * count):
+            key = (thread_row + row & mask) * config.vector if mask else 0
             index, to = base + thread_row * dim + (thread_column ^ key), row * dim + chunk
             inside = (thread_row < length - first_row - row) & (thread_column < columns - chunk)
             if config.asynchronous:
@@ -113,7 +124,7 @@ def copy_kv(config: Config, dim: int, swizzled: bool):
             else:
                 loaded.append((index, to, ops.load_row(place, count, inside)))
         for index, to, values in loaded:
-            ops.store(memory, index, to, _to_compute(ops, config, values))
+            ops.store(memory, index, to, to_compute(ops, config, values))
 
     return straight_line(VOID, (t.memory, I32, t.operand, I32, I32, I32, I32, I32), body)
 
@@ -128,42 +139,45 @@ def _walk(ops, place, rows, row_step, columns, column_step):
         place = ops.moved(place, 1, row_step)
 
 
-def q_copy_width(config: Config) -> int:
-    """Threads that copy a row of q together, element by element: 128 bytes of shared memory."""
+def element_copy_width(config: Elements) -> int:
+    """Threads that copy a row together element by element: 128 bytes of shared memory."""
     return min(config.threads, 8 * config.vector)
 
 
-def kv_copy_width(config: Config) -> int:
-    """Threads that copy a row of k or v together."""
-    return 8 if config.vectors else q_copy_width(config)
+def copy_width(config: Elements, rows: int) -> int:
+    """Threads that copy a row of a tile together; more than 8 where the tile has fewer rows than threads would take at once."""
+    return max(8, config.threads // rows) if config.vectors else element_copy_width(config)
 
 
-def _to_compute(ops, config, values):
+def to_compute(ops, config, values):
     return values if config.dtype == config.compute else [ops.float32_of(config.dtype, bits) for bits in values]
 
 
 # ---- products
 
 
-def add_qk(config: Config):
+def add_dots(config: Elements, share, dim: int):
     """``f(scores, memory, q_row, k_row, q_unit, k_unit) -> scores``: `UNITS` 16-byte units of the head dim of q k^T.
 
-    Rows are indices of the thread's first rows, units the (swizzled) offsets of the first unit in them.
+    ``share`` says what a thread holds: ``rows`` of q, ``lanes_m`` apart, times ``columns`` rows of k, ``lanes_n`` apart; rows are
+    ``dim`` elements. ``q_row`` and ``k_row`` are indices of the thread's first rows, units the (swizzled) offsets of the first
+    unit in them.
     """
-    t, rows, columns, vector = Types.of(config), config.rows, config.columns, config.vector
+    t, rows, columns, vector = ArrayTypes.of(config), share.rows, share.columns, config.vector
+    scores = types.UniTuple(t.real, rows * columns)
 
     def body(ops, s, memory, q_row, k_row, q_unit, k_unit):
         for unit in range(UNITS):
             q_index, k_index = q_row + (q_unit ^ unit * vector), k_row + (k_unit ^ unit * vector)
-            q = [ops.load(memory, q_index, i * config.lanes_m * config.dim, vector) for i in range(rows)]
+            q = [ops.load(memory, q_index, i * share.lanes_m * dim, vector) for i in range(rows)]
             for j in range(columns):
-                k = ops.load(memory, k_index, j * config.lanes_n * config.dim, vector)
+                k = ops.load(memory, k_index, j * share.lanes_n * dim, vector)
                 for x in range(vector):
                     for i in range(rows):
                         s[i * columns + j] = ops.fma(q[i][x], k[x], s[i * columns + j])
         return s
 
-    return straight_line(t.scores, (t.scores, t.memory, I32, I32, I32, I32), body)
+    return straight_line(scores, (scores, t.memory, I32, I32, I32, I32), body)
 
 
 def add_pv(config: Config):
@@ -171,7 +185,7 @@ def add_pv(config: Config):
     t = Types.of(config)
 
     def body(ops, o, memory, p_row, v_index, p_unit):
-        return _add_pv(ops, config, UNITS, o, memory, p_row, v_index, p_unit, lambda i, key: None)
+        return add_weighted(ops, config, config, UNITS, o, memory, p_row, p_unit, _plain_v(ops, config, memory, v_index), lambda i, key: None)
 
     return straight_line(t.output, (t.output, t.memory, I32, I32, I32), body)
 
@@ -185,32 +199,45 @@ def add_pv_seen(config: Config):
     t = Types.of(config)
 
     def body(ops, o, memory, p_row, v_index, p_unit, first, last):
-        return _add_pv(ops, config, 1, o, memory, p_row, v_index, p_unit, lambda i, key: _in_band(config, first, last, i, key))
+        seen = functools.partial(in_band, config, first, last)
+        return add_weighted(ops, config, config, 1, o, memory, p_row, p_unit, _plain_v(ops, config, memory, v_index), seen)
 
     return straight_line(t.output, (t.output, t.memory, I32, I32, I32, I32, I32), body)
 
 
-def _in_band(config, first, last, i, key):
+def in_band(config, first, last, i, key):
     """Whether the thread's query i sees a key, which its query 0 does from first to last; None without a bound."""
-    seen = None
-    if config.bounded_left:
-        seen = first <= key - i * config.lanes_m
-    if config.bounded_right:
-        right = last >= key - i * config.lanes_m
-        seen = right if seen is None else seen & right
-    return seen
+    at = key - i * config.lanes_m
+    return between(first if config.bounded_left else None, last if config.bounded_right else None, at)
 
 
-def _add_pv(ops, config, key_units, o, memory, p_row, v_index, p_unit, visible):
-    rows, vector = config.rows, config.vector
-    units = config.dim_v // (config.lanes_n * vector)
+def between(first, last, at):
+    """Whether a number lies from first to last, of which one or both may be None; None if both are."""
+    seen = None if first is None else first <= at
+    if last is None:
+        return seen
+    return last >= at if seen is None else seen & (last >= at)
+
+
+def _plain_v(ops, config, memory, v_index):
+    return lambda key, j: ops.load(memory, v_index, key * config.dim_v + j * config.lanes_n * config.vector, config.vector)
+
+
+def add_weighted(ops, config, share, key_units, o, memory, p_row, p_unit, values, visible):
+    """Straight-line p v over ``key_units`` 16-byte units of keys.
+
+    The thread has ``share.rows`` rows of p, and of the output what ``len(o)`` says; ``values(key, j)`` loads its j-th unit of a
+    row of v, ``visible(i, key)`` says whether row i takes it in (None: always).
+    """
+    rows, vector = share.rows, config.vector
+    units = len(o) // (rows * vector)
     for unit in range(key_units):
         p = [ops.load(memory, p_row + (p_unit ^ unit * vector), i * config.lanes_m * config.kv_tile, vector) for i in range(rows)]
         for x in range(vector):
             key = unit * vector + x
             seen = [visible(i, key) for i in range(rows)]
             for j in range(units):
-                v = ops.load(memory, v_index, key * config.dim_v + j * config.lanes_n * vector, vector)
+                v = values(key, j)
                 for y in range(vector):
                     for i in range(rows):
                         at = (i * units + j) * vector + y
@@ -218,9 +245,9 @@ def _add_pv(ops, config, key_units, o, memory, p_row, v_index, p_unit, visible):
     return o
 
 
-def is_finite(config: Config):
+def is_finite(config: Elements):
     """``f(memory, index) -> int32``: 1 when a 16-byte unit holds neither NaN nor infinity, else 0."""
-    t = Types.of(config)
+    t = ArrayTypes.of(config)
 
     def body(ops, memory, index):
         total = ops.constant(config.compute, 0.0)
@@ -246,20 +273,20 @@ def mask(config: Config):
         for j in range(columns):
             key = j * config.lanes_n
             for i in range(config.rows):
-                in_band = _in_band(config, first, last, i, key)
-                seen = end > key if in_band is None else (end > key) & in_band
+                banded = in_band(config, first, last, i, key)
+                seen = end > key if banded is None else (end > key) & banded
                 s[i * columns + j] = ops.select(seen, s[i * columns + j], -math.inf)
         return s
 
     return straight_line(t.scores, (t.scores, I32, I32, I32), body)
 
 
-def _exp(ops, config, x):
+def exponential(ops, config, x):
     """exp of a score: base 2 in float32, whose scores are in units of log 2; base e in float64."""
     return ops.exp2(x) if config.compute == "float32" else ops.exp(x)
 
 
-def _reduce_row(ops, config, values, combine):
+def reduce_row(ops, config, values, combine):
     """Combine a value a row over the lanes that share the row."""
     for bit in range(config.lanes_n.bit_length() - 1):
         values = [combine(mine, other) for mine, other in zip(values, ops.exchange(values, 2 << bit), strict=True)]
@@ -280,15 +307,15 @@ def online_softmax(config: Config):
             for j in range(1, columns):
                 largest = ops.maximum(largest, s[i * columns + j])
             top.append(ops.maximum(m[i], largest))
-        top = _reduce_row(ops, config, top, ops.maximum)
+        top = reduce_row(ops, config, top, ops.maximum)
         width = len(o) // config.rows
         for i in range(config.rows):
             origin = ops.select(top[i] > -math.inf, top[i], 0.0)  # -inf - -inf is nan
-            alpha = _exp(ops, config, m[i] - origin)
+            alpha = exponential(ops, config, m[i] - origin)
             total = l[i] * alpha
             for j in range(columns):
                 at = i * columns + j
-                s[at] = _exp(ops, config, s[at] - origin)
+                s[at] = exponential(ops, config, s[at] - origin)
                 total = total + s[at]
             l[i] = total
             for at in range(i * width, (i + 1) * width):
@@ -298,17 +325,18 @@ def online_softmax(config: Config):
     return straight_line(types.Tuple((t.scores, t.row, t.row, t.output)), (t.scores, t.row, t.row, t.output), body)
 
 
-def store_p(config: Config):
-    """``f(memory, row_index, lane_n, key, p)``: the thread's probabilities to its rows, ``key`` in elements."""
-    t, columns = Types.of(config), config.columns
+def store_p(config: Elements, share):
+    """``f(memory, row_index, column, key, p)``: the thread's probabilities to its rows, from its first column on; ``key`` in
+    elements."""
+    t, columns = ArrayTypes.of(config), share.columns
 
-    def body(ops, memory, row_index, lane_n, key, p):
+    def body(ops, memory, row_index, column, key, p):
         for j in range(columns):
-            index = row_index + (lane_n + j * config.lanes_n ^ key)
-            for i in range(config.rows):
+            index = row_index + (column + j * config.lanes_n ^ key)
+            for i in range(share.rows):
                 ops.store(memory, index, i * config.lanes_m * config.kv_tile, [p[i * columns + j]])
 
-    return straight_line(VOID, (t.memory, I32, I32, I32, t.scores), body)
+    return straight_line(VOID, (t.memory, I32, I32, I32, types.UniTuple(t.real, share.rows * columns)), body)
 
 
 # ---- results
@@ -342,7 +370,7 @@ def store_output(config: Config):
 def reduce_sum(config: Config):
     """``f(l) -> l``, summed over the lanes that share a row."""
     t = Types.of(config)
-    return straight_line(t.row, (t.row,), lambda ops, l: _reduce_row(ops, config, l, lambda a, b: a + b))
+    return straight_line(t.row, (t.row,), lambda ops, l: reduce_row(ops, config, l, lambda a, b: a + b))
 
 
 def store_lse(config: Config):

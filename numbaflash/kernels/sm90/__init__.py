@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ... import toolchain
-from ...dispatch import Device, Launch, Layout, Layouts, Plan, contiguous_strides
+from ...dispatch import Device, Launch, Layouts, Plan
 from ...problem import ITEMSIZE, Problem, trim_keys
 from ..sections import choose_section
 from .config import ELEMENTS, SharedMemory, forward_config, kv_blocks
+from .tensor_maps import packed_rows_map, refusal, row_major, rows_map
 
 NONFINITE_VALUES_SPREAD = True
 """NaN or infinity in a value that some query sees may reach other queries of its tile: the tensor core multiplies it by their weight of 0."""
@@ -49,15 +49,15 @@ def plan(problem: Problem, layouts: Layouts, device: Device) -> Plan:
     copies, seen = {}, {}
     for name in ("q", "k", "v", "out"):
         layout = getattr(layouts, name)
-        reason = _tma_refuses(layout, ITEMSIZE[problem.dtype])
+        reason = refusal(layout, ITEMSIZE[problem.dtype])
         if reason:
             copies[name] = reason
-            layout = _contiguous(layout, ITEMSIZE[problem.dtype])
+            layout = row_major(layout, ITEMSIZE[problem.dtype])
         seen[name] = layout
     lse = layouts.lse
-    if lse is not None and lse.strides != _contiguous(lse, 4).strides:
+    if lse is not None and lse.strides != row_major(lse, 4).strides:
         copies["lse"] = "the kernel writes it row-major"
-        lse = _contiguous(lse, 4)
+        lse = row_major(lse, 4)
     tiles = len(kv_blocks(trimmed, config)) * problem.batch * problem.heads // config.pack
     return Plan(
         "sm90",
@@ -130,48 +130,11 @@ def parameters(plan: Plan) -> list:
     with np.errstate(over="ignore"):
         scale = float(np.float32(scale_log2))
     return [
-        _rows_map("q", problem.dtype, layouts.q, config.pack),
-        _keys_map("k", problem.dtype, layouts.k, problem.seqlen_k, config.kv_block),
-        _keys_map("v", problem.dtype, layouts.v, problem.seqlen_k, config.kv_block),
-        _rows_map("out", problem.dtype, layouts.out, config.pack),
+        packed_rows_map("q", problem.dtype, layouts.q, config.pack),
+        rows_map("k", problem.dtype, layouts.k, config.kv_block, rows=problem.seqlen_k),
+        rows_map("v", problem.dtype, layouts.v, config.kv_block, rows=problem.seqlen_k),
+        packed_rows_map("out", problem.dtype, layouts.out, config.pack),
         toolchain.Pointer("lse"),
         *(toolchain.Scalar("int32", n) for n in integers),
         toolchain.Scalar("float32", scale),
     ]
-
-
-def _rows_map(name, dtype, layout: Layout, pack: int) -> toolchain.TensorMap:
-    """Map of q or out over (head dim, heads of a tile, queries, tile heads, batch); a box is one consumer's 64 rows."""
-    batch, seqlen, heads, dim = layout.shape
-    of_batch, of_query, of_head, _ = _strides(layout)
-    return toolchain.TensorMap(
-        name, dtype, (dim, pack, seqlen, heads // pack, batch), (of_head, of_query, of_head * pack, of_batch), (64, pack, 64 // pack, 1, 1)
-    )  # fmt: skip
-
-
-def _keys_map(name, dtype, layout: Layout, seqlen: int, kv_block: int) -> toolchain.TensorMap:
-    """Map of k or v over (head dim, keys, heads, batch)."""
-    batch, _, heads, dim = layout.shape
-    of_batch, of_key, of_head, _ = _strides(layout)
-    return toolchain.TensorMap(name, dtype, (dim, seqlen, heads, batch), (of_key, of_head, of_batch), (64, kv_block, 1, 1))
-
-
-def _strides(layout: Layout):
-    """Strides where an axis of one element, which may have any, has a stride that TMA takes."""
-    return tuple(stride if n > 1 else 16 for n, stride in zip(layout.shape, layout.strides, strict=True))
-
-
-def _tma_refuses(layout: Layout, itemsize: int) -> str:
-    """Why TMA cannot read or write an operand in place; empty when it can."""
-    *outer, inner = _strides(layout)
-    if inner != itemsize and layout.shape[-1] > 1:
-        return "TMA needs a contiguous head dim"
-    if layout.alignment < 16:
-        return "TMA needs an address that is a multiple of 16 bytes"
-    if any(stride % 16 or not 0 <= stride < 2**40 for stride in outer):
-        return "TMA needs strides that are multiples of 16 bytes and not negative"
-    return ""
-
-
-def _contiguous(layout: Layout, itemsize: int) -> Layout:
-    return replace(layout, strides=contiguous_strides(layout.shape, itemsize), alignment=16)

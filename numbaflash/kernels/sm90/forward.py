@@ -1,6 +1,6 @@
 """The forward kernel for Hopper: FlashAttention's Algorithm 1 over a pipeline of TMA loads and wgmma products.
 
-A block is a producer warpgroup and one to three consumer warpgroups. The producer streams K and V blocks, right to
+A block is a producer warpgroup and two to four consumer warpgroups. The producer streams K and V blocks, right to
 left, through a ring in shared memory. Each consumer owns 64 query rows: it computes S = Q K^T, updates the running
 maximum m and sum l of its rows, and adds P V to its accumulator. The product P V of one block runs on the tensor cores
 while the exponentials of the next are computed (overlap within a warpgroup), and named barriers let the warpgroups

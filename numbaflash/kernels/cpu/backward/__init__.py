@@ -1,0 +1,35 @@
+"""Gradients on the CPU, compiled by Numba: any dtype, head dim, band and strides, bitwise the same on any number of threads.
+
+``kernel`` is the algorithm, ``config`` the choice of tiles, ``arguments`` what a launch tells the compiled code and where
+things lie in the workspace, ``launch`` threads and compilation. Products, arithmetic and conversion are the forward's.
+"""
+
+from __future__ import annotations
+
+from ....dispatch import BackwardLayouts, Device, Plan
+from ....problem import Problem
+from .. import supports
+
+__all__ = ["plan", "prepare", "resources", "supports"]
+
+
+def plan(problem: Problem, layouts: BackwardLayouts, device: Device, deterministic: bool) -> Plan:
+    """Choose tiles, threads and workspace; nothing is compiled. Every plan is deterministic, asked for or not."""
+    from ..launch import available_threads
+    from . import launch
+
+    return launch.plan_for(problem, layouts, device, available_threads())
+
+
+def prepare(plan: Plan):
+    """Compile the kernel, or fetch it from the cache, and return the `BackwardLaunch`."""
+    from . import launch
+
+    return launch.prepare(plan)
+
+
+def resources(plan: Plan) -> dict:
+    """What a launch takes: threads, bytes of scratch memory a thread, and the vector instructions."""
+    from . import launch
+
+    return launch.resources(plan)

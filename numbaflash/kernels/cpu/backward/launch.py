@@ -1,0 +1,95 @@
+"""From a plan of the gradients to a prepared launch."""
+
+from __future__ import annotations
+
+import functools
+
+import numba
+import numpy as np
+from numba import types
+from numba.core.ccallback import CFunc
+
+from ....dispatch import Plan
+from ....toolchain.log import logger
+from .. import cache, driver
+from .. import launch as threads_of
+from ..config import Kernel
+from . import config
+from .arguments import ADDRESSES, ARGUMENTS, arguments, workspace_sizes
+from .kernel import build
+
+
+@functools.cache
+def _compile_kernel(kernel: Kernel) -> CFunc:
+    function = CFunc(build(kernel).thread, ((types.int64,) * 5, types.void), {}, {"nopython": True, "error_model": "numpy"})
+    function._cache = cache.KernelCache(f"backward {kernel!r}")
+    function.compile()
+    logger.info("%s the CPU backward kernel %s", "fetched" if function.cache_hits else "compiled", kernel)
+    return function
+
+
+@functools.cache
+def _compile_driver():
+    run = threads_of.driver_function(driver.run_backward)
+    run._cache = cache.KernelCache("backward driver")
+    args, addresses = (types.Array(numba.from_dtype(record), 1, "C") for record in (ARGUMENTS, ADDRESSES))
+    run.compile(types.void(types.int64, args, addresses, types.int64))
+    return run
+
+
+def compiled(kernel: Kernel):
+    """(driver, compiled kernel), each compiled at most once in the process."""
+    with threads_of.compiling():
+        return _compile_driver(), _compile_kernel(kernel)
+
+
+def plan_for(problem, layouts, device, threads: int) -> Plan:
+    """Tiles and threads of a problem when so many threads are to be had; nothing is compiled."""
+    choice = config.choose(problem, threads)
+    grid = (problem.batch * problem.kv_heads * -(-problem.seqlen_k // choice.kv_tile),)
+    workspace = sum(workspace_sizes(problem, choice, layouts.dq is not None).values())
+    return Plan(
+        *("cpu", problem, device, layouts, choice, grid),
+        threads=choice.threads,
+        direction="backward",
+        deterministic=True,
+        workspace_bytes=workspace,
+    )
+
+
+def prepare(plan):
+    """The `BackwardLaunch` of a plan, planned anew whenever ``numba.set_num_threads`` has changed what is to be had."""
+    launches = {threads_of.available_threads(): _prepare(plan)}
+
+    def launch(addresses, stream):
+        threads = threads_of.available_threads()
+        prepared = launches.get(threads)
+        if prepared is None:
+            prepared = launches[threads] = _prepare(plan_for(plan.problem, plan.layouts, plan.device, threads))
+        prepared(addresses)
+
+    return launch
+
+
+def _prepare(plan):
+    run, kernel = compiled(plan.config.kernel)
+    address = kernel.address
+    args = arguments(plan.problem, plan.layouts, plan.config)
+
+    def launch(addresses):
+        with threads_of.using(plan.threads) as threads:
+            run(address, args, np.array([tuple(addresses)], ADDRESSES), threads)
+
+    return launch
+
+
+def resources(plan) -> dict:
+    args = arguments(plan.problem, plan.layouts, plan.config)[0]
+    kernel = plan.config.kernel
+    return {
+        "threads": plan.threads,
+        "scratch_bytes_per_thread": int(args["scratch"]),
+        "workspace_bytes": plan.workspace_bytes,
+        "vector": f"{kernel.lanes} x {'float64' if kernel.dtype == 'float64' else 'float32'}",
+        "register_tile": f"{kernel.rows} x {kernel.panel}",
+    }

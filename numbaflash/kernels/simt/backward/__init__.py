@@ -1,0 +1,189 @@
+"""Gradients of exact attention on CUDA cores: for every problem whose forward the simt family computes.
+
+Three launches: delta and an empty workspace; the products; dq out of the workspace. What nobody needs is neither launched nor
+compiled in. Also runs in Numba's CUDA simulator.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from numbaflash import toolchain
+from numbaflash.dispatch import BACKWARD_OPERANDS, BackwardLaunch, BackwardLayouts, Device, Layout, Plan, contiguous_strides
+from numbaflash.kernels import simt
+from numbaflash.problem import ITEMSIZE, Problem
+from numbaflash.toolchain import simulator
+
+from .config import Config, choose_config
+
+_BUILD = "numbaflash.kernels.simt.backward."
+_MOST_TILES = 2**31 - 1
+_L2_BYTES = 16 * 2**20  # what the query heads that run together read and add to; as in `simt`
+_NOTHING = {rank: Layout((0,) * rank, (0,) * rank) for rank in (3, 4)}
+
+
+def supports(problem: Problem, device: Device) -> tuple[str, ...]:
+    """Reasons why this family cannot compute the problem's gradients there."""
+    reasons = list(simt.supports(problem, device))
+    if problem.left is not None and problem.seqlen_k - problem.offset + problem.left >= 2**31 - 256:
+        reasons.append("the last key's last query, seqlen_k - offset + left, must stay within int32")
+    if problem.batch * problem.heads * -(-problem.seqlen_q // 4) > _MOST_TILES:
+        reasons.append(f"batch * heads * seqlen_q / 4 must be at most {_MOST_TILES}")
+    if problem.batch * problem.kv_heads * -(-problem.seqlen_k // 8) > _MOST_TILES:
+        reasons.append(f"batch * kv_heads * seqlen_k / 8 must be at most {_MOST_TILES}")
+    return tuple(reasons)
+
+
+def plan(problem: Problem, layouts: BackwardLayouts, device: Device, deterministic: bool) -> Plan:
+    """Choose tiles and grid; the grid is that of the products."""
+    return plan_of_config(problem, layouts, device, choose_config(problem, layouts, device, deterministic), deterministic)
+
+
+def plan_of_config(problem: Problem, layouts: BackwardLayouts, device: Device, config: Config, deterministic: bool = False) -> Plan:
+    """The plan of a given config."""
+    blocks = -(-problem.seqlen_k // config.kv_tile) * problem.batch * problem.kv_heads
+    return Plan(
+        "simt",
+        problem,
+        device,
+        layouts,
+        config,
+        (blocks,),
+        config.threads,
+        config.shared_bytes,
+        direction="backward",
+        deterministic=deterministic,
+        workspace_bytes=_Workspace(problem, config).size,
+    )
+
+
+class _Workspace:
+    """Arrays of the workspace, each at a multiple of 256 bytes: ``delta`` (batch * heads, seqlen_q), ``sums`` of dq (tiles of
+    queries, elements of a tile), both in the compute dtype, ``turns`` (1 + tiles of queries) in int32. Only what is needed."""
+
+    def __init__(self, problem: Problem, config: Config):
+        heads = problem.batch * problem.heads
+        self.q_tiles = -(-problem.seqlen_q // config.q_tile)
+        self.tiles = heads * self.q_tiles
+        self.size = 0
+        self.delta = self._array(config.compute, (heads, problem.seqlen_q), config.with_ds)
+        self.sums = self._array(config.compute, (self.tiles, config.sums * config.threads), config.with_dq)
+        self.turns = self._array("int32", (1 + self.tiles,), config.ordered)
+
+    def _array(self, dtype, shape, wanted):
+        if not wanted:
+            shape = (0,) * len(shape)
+        itemsize, offset = np.dtype(dtype).itemsize, self.size
+        self.size += -(-math.prod(shape) * itemsize // 256) * 256
+        return toolchain.Array("workspace", dtype, shape, contiguous_strides(shape, itemsize), offset if wanted else 0)
+
+
+def request(plan: Plan) -> list[toolchain.KernelRequest]:
+    """The kernels that a plan needs."""
+    return [wanted for wanted, *_ in launches(plan)]
+
+
+def launches(plan: Plan) -> list[tuple[toolchain.KernelRequest, list, int, int]]:
+    """Kernels of a plan in their order, each with its parameters, number of blocks and bytes of shared memory."""
+    problem, config, layouts = plan.problem, plan.config, plan.layouts
+    workspace = _Workspace(problem, config)
+    bits = config.dtype if config.dtype == config.compute else "uint16"
+
+    def array(name):
+        layout = getattr(layouts, name)
+        rank, dtype = (3, config.compute) if name in ("lse", "dlse") else (4, bits)
+        return toolchain.Array(name, dtype, (layout or _NOTHING[rank]).shape, (layout or _NOTHING[rank]).strides)
+
+    def kernel(build, config):
+        return toolchain.KernelRequest(_BUILD + build, config, plan.device.capability)
+
+    def real(value):
+        return toolchain.Scalar(config.compute, value)
+
+    def int32(value):
+        return toolchain.Scalar("int32", value)
+
+    factor, unit = _factors(problem, config)
+    kernels = []
+    if config.with_ds:
+        parameters = [*map(array, ("dout", "out", "lse", "dlse")), workspace.delta, workspace.sums, workspace.turns, int32(workspace.q_tiles)]
+        kernels.append((kernel("rows:build_delta", config.of_rows), parameters, workspace.tiles, 0))
+    if plan.grid[0]:
+        columns = problem.batch * problem.kv_heads
+        parameters = [
+            *map(array, ("dout", "q", "k", "v", "lse", "dk", "dv")),
+            workspace.delta,
+            workspace.sums,
+            workspace.turns,
+            real(factor),
+            real(problem.scale),
+            int32(0 if problem.left is None else problem.offset - problem.left),
+            int32(0 if problem.right is None else problem.offset + problem.right),
+            int32(workspace.q_tiles),
+            int32(plan.grid[0] // columns),
+            int32(columns),
+            int32(problem.group),
+            int32(_section(problem, config)),
+        ]
+        kernels.append((kernel("gradients:build", config), parameters, plan.grid[0], plan.shared_bytes))
+    if config.with_dq:
+        parameters = [array("dq"), workspace.sums, real(unit), int32(workspace.q_tiles)]
+        kernels.append((kernel("rows:build_dq", config.of_rows), parameters, workspace.tiles, 0))
+    return kernels
+
+
+def _factors(problem: Problem, config: Config) -> tuple[float, float]:
+    """Factor of k, so that the kernel's exponential of a score is the weight, and what makes ds k of it dq."""
+    if config.compute == "float64":
+        return problem.scale, 1.0
+    with np.errstate(over="ignore"):
+        return float(np.float32(problem.scale * math.log2(math.e))), math.log(2.0)
+
+
+def _section(problem: Problem, config: Config) -> int:
+    """Key/value heads that run together: as many as have queries, and gradients of them, that fit in the L2 cache."""
+    itemsize = ITEMSIZE[problem.dtype]
+    row_bytes = (problem.head_dim + problem.head_dim_v) * itemsize + config.dim * ITEMSIZE[config.compute]
+    return min(problem.batch * problem.kv_heads, max(1, _L2_BYTES // max(1, problem.group * problem.seqlen_q * row_bytes)))
+
+
+class _Launches:
+    """Launches one after the other."""
+
+    def __init__(self, launches):
+        self._launches = tuple(launches)
+
+    def __call__(self, addresses: tuple[int, ...], stream: int) -> None:
+        for launch in self._launches:
+            launch.run(addresses, stream)
+
+
+def prepare(plan: Plan) -> BackwardLaunch:
+    """Build (or fetch) and load the kernels of a plan."""
+    make = simulator.prepare if plan.device.kind == "cpu" else toolchain.prepare
+    return _Launches(
+        make(wanted, parameters, grid=(blocks,), threads=plan.threads, shared_bytes=shared_bytes, device=plan.device, operands=BACKWARD_OPERANDS)
+        for wanted, parameters, blocks, shared_bytes in launches(plan)
+    )
+
+
+def resources(plan: Plan) -> dict[str, Any]:
+    """What ptxas says about the kernel of the products (registers, spills, notes) and of the others (spills); builds them if need
+    be."""
+    if plan.device.kind == "cpu":
+        return {"simulator": "no machine code"}
+    reports = {}
+    for wanted in request(plan):
+        reports[wanted.build] = toolchain.ptxas_report(toolchain.compile_ptx(wanted), wanted.arch)
+    main = reports.get(_BUILD + "gradients:build") or next(iter(reports.values()), None)
+    if main is None:
+        return {}
+    return {
+        "registers": main.registers,
+        "stack_bytes": main.stack_bytes,
+        "spill_bytes": sum(report.spill_stores + report.spill_loads for report in reports.values()),
+        "notes": main.notes,
+    }

@@ -1,0 +1,291 @@
+"""The gradients' products on CUDA cores: one block keeps one tile of keys of one key/value head (Algorithm 2 of
+FlashAttention-2, keys outside, queries inside).
+
+::
+
+    k tile (scaled), v tile -> shared memory
+    for each query head of the group, for each tile of queries that sees some key of the tile:
+        p = exp(q k^T - lse)          registers -> shared memory
+        dv += p^T dout                registers
+        ds = p * (dout v^T - delta)   registers -> shared memory
+        dk += ds^T q                  registers
+        dq += ds k                    added up in the workspace; q and dout of the next tile arrive meanwhile
+    dk, dv -> results
+
+dk and dv of a group are thus summed in registers. Blocks of other keys add to the same dq: in any order, or each in its turn.
+"""
+
+from __future__ import annotations
+
+import numba
+from numba import cuda, int32
+
+from numbaflash.kernels.schedule import tile_order
+from numbaflash.ptx import cp_async
+from numbaflash.toolchain import KernelSource
+
+from .. import tiles as shared_tiles
+from . import tiles
+from .config import Config
+
+
+def build(config: Config) -> KernelSource:
+    """The kernel of a config.
+
+    Its parameters: dout, q, k, v, lse, dk, dv; delta, sums and turns of the workspace; the factor of the scores that makes
+    their exponential the weight, and that of dk; first and last visible key of query 0; q tiles; k tiles; key/value heads over
+    the batch; query heads a key/value head; key/value heads that run together.
+    """
+    t = tiles.Types.of(config)
+    copy_k = shared_tiles.copy_scaled(config, config.kv_tile, config.dim, config.k_mask)
+    copy_v = shared_tiles.copy_tile(config, config.kv_tile, config.dim_v, config.k_mask)
+    copy_q = shared_tiles.copy_tile(config, config.q_tile, config.dim, config.q_mask)
+    copy_dout = shared_tiles.copy_tile(config, config.q_tile, config.dim_v, config.q_mask)
+    zero_scores, zero_dq, zero_dk, zero_dv = (shared_tiles.zeros(kind, config) for kind in (t.scores, t.dq, t.dk, t.dv))
+    add_qk, add_dout_v = (shared_tiles.add_dots(config, config.scores, dim) for dim in (config.dim, config.dim_v))
+    hide, store_scores, load_scores = tiles.hide(config), shared_tiles.store_p(config, config.scores), tiles.load_scores(config)
+    is_finite = shared_tiles.is_finite(config)
+    load_lse, load_delta = tiles.load_lse(config), tiles.load_delta(config)
+    softmax, softmax_gradient = tiles.softmax(config), tiles.softmax_gradient(config)
+    add_dv, add_dv_seen = (tiles.add_transposed(config, config.dv, config.dim_v, banded) for banded in (False, True))
+    add_dk, add_dk_seen = (tiles.add_transposed(config, config.dk, config.dim, banded) for banded in (False, True))
+    add_dq, add_dq_seen = (tiles.add_dq(config, banded) for banded in (False, True))
+    add_sums = tiles.add_sums(config)
+    store_dk, store_dv = (tiles.store_rows(config, share, tiles.chunk(config, share)) for share in (config.dk, config.dv))
+    place_scores, place_dq = tiles.place(config, config.scores), tiles.place(config, config.dq, 1, config.vector)
+    place_dk, place_dv = (tiles.place(config, share, tiles.chunk(config, share), config.vector) for share in (config.dk, config.dv))
+    afresh = tiles.afresh
+    commit, wait = cp_async.commit, cp_async.wait
+
+    real, vector, step = t.real, config.vector, config.step
+    depth, depth_v, dim, dim_v = config.depth, config.depth_v, config.dim, config.dim_v
+    threads, lanes_m, k_mask = config.threads, config.lanes_m, config.k_mask
+    q_tile, kv_tile = config.q_tile, config.kv_tile
+    v_base = kv_tile * dim
+    q_base = v_base + kv_tile * dim_v
+    dout_base = q_base + q_tile * dim
+    p_base = dout_base + q_tile * dim_v
+    ds_base = p_base + (config.buffers - 1) * q_tile * kv_tile
+    k_width, v_width, q_width = (
+        shared_tiles.element_copy_width(config),
+        shared_tiles.copy_width(config, kv_tile),
+        shared_tiles.copy_width(config, q_tile),
+    )
+    asynchronous, ordered, one_buffer = config.asynchronous, config.ordered, config.buffers == 1
+    with_dq, with_dk, with_dv, with_ds = config.with_dq, config.with_dk, config.with_dv, config.with_ds
+    bounded_left, bounded_right = config.bounded_left, config.bounded_right
+    bounded = bounded_left or bounded_right
+
+    def gradients(
+        dout,
+        q,
+        k,
+        v,
+        lse,
+        dk_out,
+        dv_out,
+        delta,
+        sums,
+        turns,
+        factor,
+        scale,
+        band_first,
+        band_last,
+        q_tiles,
+        kv_tiles,
+        batch_kv_heads,
+        group,
+        section,
+    ):
+        thread = int32(cuda.threadIdx.x)
+        memory = cuda.shared.array(0, real)
+        tile = int32(cuda.blockIdx.x)
+        if ordered:  # blocks take their tiles in the order in which they start, so nobody waits for one that has not
+            ticket = cuda.shared.array(0, int32)
+            if thread == 0:
+                ticket[0] = cuda.atomic.add(turns, 0, 1)
+            cuda.syncthreads()
+            tile = ticket[0]
+            cuda.syncthreads()
+        block, batch_kv_head = tile_order(tile, kv_tiles, batch_kv_heads, section)
+        kv_block = int32(kv_tiles - 1 - block)  # first keys first: with a causal mask most queries see them
+        kv_heads, heads = int32(k.shape[2]), int32(q.shape[2])
+        batch, kv_head = batch_kv_head // kv_heads, batch_kv_head % kv_heads
+        seqlen_q, seqlen_k = int32(q.shape[1]), int32(k.shape[1])
+
+        first_k = int32(kv_block * kv_tile)
+        last_k = int32(min(first_k + kv_tile, seqlen_k) - 1)
+
+        # Queries that see some key of the tile.
+        begin, end = int32(0), seqlen_q
+        if bounded_right:
+            begin = int32(max(first_k - band_last, 0))
+        if bounded_left:
+            end = int32(min(last_k - band_first + 1, seqlen_q))
+        first_block, stop_block = int32(begin // q_tile), int32((end + q_tile - 1) // q_tile)
+        head, q_block = int32(kv_head * group), first_block
+        stop_head = int32(head + group if begin < end else head)
+
+        dk, dv = zero_dk(), zero_dv()
+        plain_k = int32(1)
+        if head < stop_head:
+            first_q = int32(first_block * q_tile)
+            copy_q(memory, q_base, q, batch, first_q, head, thread // q_width, thread % q_width)
+            copy_dout(memory, dout_base, dout, batch, first_q, head, thread // q_width, thread % q_width)
+            if with_ds:
+                copy_v(memory, v_base, v, batch, first_k, kv_head, thread // v_width, thread % v_width)
+            if asynchronous:
+                commit()
+            copy_k(memory, 0, k, batch, first_k, kv_head, factor, thread // k_width, thread % k_width)
+            if bounded and with_dq:
+                cuda.syncthreads()
+                c = int32(thread * vector)
+                while c < kv_tile * dim:
+                    plain_k &= is_finite(memory, c)
+                    c = int32(c + threads * vector)
+                plain_k = int32(cuda.syncthreads_and(plain_k))
+
+        last_number = int32(-1)
+        while head < stop_head:
+            thread = afresh(thread)
+            s_query, s_key, q_swizzle, k_swizzle = place_scores(thread)
+            first_q = int32(q_block * q_tile)
+            batch_head = int32(batch * heads + head)
+            q_number = int32(batch_head * q_tiles + q_block)
+            if asynchronous:
+                wait()
+            cuda.syncthreads()  # q and dout are here; nobody reads p and ds any more, everyone has added to dq
+            if ordered:
+                if thread == 0 and last_number >= 0:
+                    cuda.atomic.add(turns, 1 + last_number, 1)
+                last_number = q_number
+
+            p = zero_scores()
+            c = int32(0)
+            while c < depth:
+                p = add_qk(p, memory, q_base + s_query * dim, s_key * dim, c ^ q_swizzle, c ^ k_swizzle)
+                c = int32(c + step)
+            p = softmax(p, load_lse(lse, batch, head, first_q + s_query))
+
+            border = first_k + kv_tile > seqlen_k or first_q + q_tile > seqlen_q
+            if bounded_left:
+                border |= first_k < first_q + q_tile - 1 + band_first
+            if bounded_right:
+                border |= first_k + kv_tile - 1 > first_q + band_last
+            first, last = int32(first_q + band_first - first_k), int32(first_q + band_last - first_k)  # of the tile's first query
+            if border:
+                p = hide(p, first + s_query - s_key, last + s_query - s_key, seqlen_k - first_k - s_key, seqlen_q - first_q - s_query)
+            plain = int32(1)
+            if bounded and border:
+                c = int32(thread * vector)
+                while c < q_tile * (dim + dim_v):
+                    plain &= is_finite(memory, q_base + c)
+                    c = int32(c + threads * vector)
+                plain = int32(cuda.syncthreads_and(plain))
+
+            if with_dv:
+                store_scores(memory, p_base + s_query * kv_tile, s_key, q_swizzle, p)
+                cuda.syncthreads()  # p is here
+                thread = afresh(thread)
+                dv_key, dv_column, _, _ = place_dv(thread)
+                c = int32(0)
+                if plain:
+                    while c < q_tile:
+                        dv = add_dv(dv, memory, p_base + c * kv_tile, dv_key, dout_base + c * dim_v, dv_column)
+                        c = int32(c + step)
+                else:
+                    while c < q_tile:
+                        seeing, seen = dv_key - last - c, dv_key - first - c
+                        dv = add_dv_seen(dv, memory, p_base + c * kv_tile, dv_key, dout_base + c * dim_v, dv_column, seeing, seen)
+                        c = int32(c + lanes_m)
+
+            if with_ds:
+                thread = afresh(thread)
+                s_query, s_key, q_swizzle, k_swizzle = place_scores(thread)
+                ds = zero_scores()
+                c = int32(0)
+                while c < depth_v:
+                    ds = add_dout_v(ds, memory, dout_base + s_query * dim_v, v_base + s_key * dim_v, c ^ q_swizzle, c ^ k_swizzle)
+                    c = int32(c + step)
+                if with_dv:
+                    p = load_scores(memory, p_base + s_query * kv_tile, s_key, q_swizzle)
+                ds = softmax_gradient(p, ds, load_delta(delta, batch_head, first_q + s_query))
+                if border:
+                    ds = hide(ds, first + s_query - s_key, last + s_query - s_key, seqlen_k - first_k - s_key, seqlen_q - first_q - s_query)
+                if one_buffer and with_dv:
+                    cuda.syncthreads()  # nobody reads p any more
+                store_scores(memory, ds_base + s_query * kv_tile, s_key, q_swizzle, ds)
+                cuda.syncthreads()  # ds is here
+
+            if with_dk:
+                thread = afresh(thread)
+                dk_key, dk_column, _, _ = place_dk(thread)
+                c = int32(0)
+                if plain:
+                    while c < q_tile:
+                        dk = add_dk(dk, memory, ds_base + c * kv_tile, dk_key, q_base + c * dim, dk_column)
+                        c = int32(c + step)
+                else:
+                    while c < q_tile:
+                        seeing, seen = dk_key - last - c, dk_key - first - c
+                        dk = add_dk_seen(dk, memory, ds_base + c * kv_tile, dk_key, q_base + c * dim, dk_column, seeing, seen)
+                        c = int32(c + lanes_m)
+
+            if ordered and thread == 0:
+                before = kv_block  # blocks that add to this tile of dq before this one
+                if bounded_left:
+                    before -= max(first_q + band_first, 0) // kv_tile
+                while cuda.atomic.add(turns, 1 + q_number, 0) < before:
+                    continue
+                cuda.threadfence()
+            cuda.syncthreads()  # nobody reads q and dout any more
+            thread = afresh(thread)
+            q_block = int32(q_block + 1)
+            if q_block == stop_block:
+                head, q_block = int32(head + 1), first_block
+            if head < stop_head:
+                copy_q(memory, q_base, q, batch, q_block * q_tile, head, thread // q_width, thread % q_width)
+                copy_dout(memory, dout_base, dout, batch, q_block * q_tile, head, thread // q_width, thread % q_width)
+                if asynchronous:
+                    commit()
+            if with_dq:
+                dq_query, dq_column, q_swizzle, _ = place_dq(thread)
+                dq = zero_dq()
+                c = int32(0)
+                ds_row = ds_base + dq_query * kv_tile
+                if plain_k or not border:
+                    while c < kv_tile:
+                        dq = add_dq(dq, memory, ds_row, c * dim, dq_column ^ (c & k_mask) * vector, c ^ q_swizzle)
+                        c = int32(c + step)
+                else:
+                    while c < kv_tile:
+                        dq = add_dq_seen(
+                            dq,
+                            memory,
+                            ds_row,
+                            c * dim,
+                            dq_column ^ (c & k_mask) * vector,
+                            c ^ q_swizzle,
+                            first + dq_query - c,
+                            last + dq_query - c,
+                        )
+                        c = int32(c + vector)
+                add_sums(sums, q_number, thread, dq)
+                if ordered:
+                    cuda.threadfence()
+
+        if ordered:
+            cuda.syncthreads()
+            if thread == 0 and last_number >= 0:
+                cuda.atomic.add(turns, 1 + last_number, 1)
+        thread = afresh(thread)
+        if with_dk:
+            dk_key, dk_column, _, _ = place_dk(thread)
+            store_dk(dk_out, batch, first_k + dk_key, kv_head, dk_column, dk, scale)
+        if with_dv:
+            dv_key, dv_column, _, _ = place_dv(thread)
+            store_dv(dv_out, batch, first_k + dv_key, kv_head, dv_column, dv, real(1.0))
+
+    arrays = (t.operand,) * 4 + (t.lse,) + (t.operand,) * 2 + (t.delta, t.sums, t.turns)
+    signature = numba.types.void(*arrays, t.real, t.real, *(numba.types.int32,) * 7)
+    return KernelSource(gradients, signature, threads=threads, min_blocks=config.min_blocks)

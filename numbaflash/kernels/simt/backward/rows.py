@@ -1,0 +1,80 @@
+"""What happens to the rows of the queries before and after the gradients' products: delta, and dq out of the workspace."""
+
+from __future__ import annotations
+
+import math
+
+import numba
+from numba import cuda, int32
+
+from numbaflash.toolchain import KernelSource
+
+from . import tiles
+from .config import Config
+
+
+def build_delta(config: Config) -> KernelSource:
+    """delta = rowsum(dout * out) - dlse, and zeros in the workspace; a block for each tile of queries of each head.
+
+    The parameters: dout, out, lse, dlse; delta (batch * heads, queries), sums (tiles, elements), turns; q tiles of a head.
+    """
+    t = tiles.Types.of(config)
+    dot_rows = tiles.dot_rows(config)
+    warp_size, lanes_m, lanes_n = config.warp_size, config.lanes_m, config.lanes_n
+    lane_bits = lanes_n.bit_length()
+    q_tile, rows_at_once = config.q_tile, config.warps * lanes_m
+    threads, sums_of_thread = config.threads, config.sums
+    with_dlse, with_dq, ordered = config.with_dlse, config.with_dq, config.ordered
+    real, lowest = t.real, -math.inf
+
+    def write_delta(dout, out, lse, dlse, delta, sums, turns, q_tiles):
+        tile = int32(cuda.blockIdx.x)
+        batch_head, q_block = tile // q_tiles, tile % q_tiles
+        heads = int32(dout.shape[2])
+        batch, head = batch_head // heads, batch_head % heads
+        thread = int32(cuda.threadIdx.x)
+        warp, lane = thread // warp_size, thread % warp_size
+        lane_m = (lane & 1) | (lane >> lane_bits) << 1
+        lane_n = (lane >> 1) & (lanes_n - 1)
+
+        for first in range(0, q_tile, rows_at_once):
+            row = int32(q_block * q_tile + first + warp * lanes_m + lane_m)
+            total = dot_rows(dout, out, batch, row, head, lane_n)
+            if lane_n == 0 and first + warp * lanes_m + lane_m < q_tile and row < dout.shape[1]:
+                if with_dlse:
+                    total -= dlse[batch, head, row]
+                # A row that sees nothing has no gradient, whatever dout holds there.
+                delta[batch_head, row] = real(0.0) if lse[batch, head, row] == lowest else total
+
+        if with_dq:
+            for i in range(sums_of_thread):
+                sums[tile, i * threads + thread] = real(0.0)
+        if ordered and thread == 0:
+            turns[1 + tile] = 0
+            if tile == 0:
+                turns[0] = 0
+
+    signature = numba.types.void(t.operand, t.operand, t.lse, t.lse, t.delta, t.sums, t.turns, numba.types.int32)
+    return KernelSource(write_delta, signature, threads=threads)
+
+
+def build_dq(config: Config) -> KernelSource:
+    """dq out of the sums in the workspace; a block for each tile of queries of each head.
+
+    The parameters: dq, sums, the factor of the sums, q tiles of a head.
+    """
+    t = tiles.Types.of(config)
+    load_sums, store_rows = tiles.load_sums(config), tiles.store_rows(config, config.dq, 1)
+    place, q_tile = tiles.place(config, config.dq, 1, config.vector), config.q_tile
+
+    def write_dq(dq, sums, factor, q_tiles):
+        tile = int32(cuda.blockIdx.x)
+        batch_head, q_block = tile // q_tiles, tile % q_tiles
+        heads = int32(dq.shape[2])
+        batch, head = batch_head // heads, batch_head % heads
+        thread = int32(cuda.threadIdx.x)
+        query, column, _, _ = place(thread)
+        store_rows(dq, batch, q_block * q_tile + query, head, column, load_sums(sums, tile, thread), factor)
+
+    signature = numba.types.void(t.operand, t.sums, t.real, numba.types.int32)
+    return KernelSource(write_dq, signature, threads=config.threads)

@@ -1,0 +1,209 @@
+"""Gradients of exact attention on the tensor cores of Hopper GPUs: float16 and bfloat16.
+
+Three launches: the rows' shift and delta and an empty sum of dQ (`passes`), the products (`kernel`), and dQ out of its sum.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from .... import toolchain
+from ....dispatch import BACKWARD_OPERANDS, BackwardLaunch, BackwardLayouts, Device, Plan
+from ....problem import ITEMSIZE, Problem, trim_keys
+from ... import sm90
+from ...sections import choose_section
+from ..tensor_maps import refusal, row_major, rows_map
+from .config import PART_ROWS, ROW_THREADS, TICKET_BYTES, BackwardConfig, SharedMemory, backward_config, q_blocks_of_tiles, visible_queries
+
+_BUILD = "numbaflash.kernels.sm90.backward."
+_ARCH = (9, 0, "a")
+_L2_BYTES = 36 * 2**20  # of the H200's 60 MB, what the query heads in flight may read and add to
+_TILE_COST = 1.5  # start and end of a tile, in blocks of queries
+
+
+def supports(problem: Problem, device: Device) -> tuple[str, ...]:
+    """Reasons why this family cannot compute the problem's gradients there."""
+    return sm90.supports(problem, device)
+
+
+def plan(problem: Problem, layouts: BackwardLayouts, device: Device, deterministic: bool) -> Plan:
+    """Choose tiles and grid, and which operands must be copied because TMA cannot read them in place."""
+    config = backward_config(
+        problem,
+        with_dq=layouts.dq is not None,
+        with_dk=layouts.dk is not None,
+        with_dv=layouts.dv is not None,
+        deterministic=deterministic,
+    )
+    copies, seen = {}, {}
+    for name in ("dout", "q", "k", "v", "out", "dq", "dk", "dv"):
+        layout = getattr(layouts, name)
+        reason = "" if layout is None else refusal(layout, ITEMSIZE[problem.dtype])
+        if reason:
+            copies[name] = reason
+            layout = row_major(layout, ITEMSIZE[problem.dtype])
+        seen[name] = layout
+    for name in ("lse", "dlse"):
+        layout = getattr(layouts, name)
+        if layout is not None and layout.strides != row_major(layout, 4).strides:
+            copies[name] = "the kernel reads it row-major"
+            layout = row_major(layout, 4)
+        seen[name] = layout
+    tiles = -(-problem.seqlen_k // config.kv_tile) * problem.batch * problem.kv_heads
+    return Plan(
+        "sm90",
+        problem,
+        device,
+        BackwardLayouts(**seen),
+        config,
+        grid=(tiles if config.deterministic else max(1, min(device.sm_count, tiles)),),
+        threads=config.threads,
+        shared_bytes=SharedMemory.of(config).total,
+        copies=copies,
+        direction="backward",
+        deterministic=deterministic,
+        workspace_bytes=_Workspace(problem, config).size,
+    )
+
+
+class _Workspace:
+    """Offsets in the workspace, multiples of 256 bytes.
+
+    For each query head and block of queries: a ``shift`` and a ``delta`` a row in float32, the ``sum`` of dq in float32, and
+    for a deterministic result a ``turn`` a part in int32. That is ``4 * rows * (2 + columns)`` bytes, with the rows rounded up to whole blocks
+    and the columns to 64 (to 256 above 128).
+    """
+
+    def __init__(self, problem: Problem, config: BackwardConfig):
+        self.q_blocks = -(-problem.seqlen_q // config.q_block)
+        self.blocks = problem.batch * problem.heads * self.q_blocks
+        self.parts = config.parts
+        self.size = 0
+        self.shifts = self._place(4 * self.blocks * config.q_block)
+        self.deltas = self._place(4 * self.blocks * config.q_block if config.with_ds else 0)
+        self.sums = self._place(self.blocks * self.parts * SharedMemory.of(config).part_bytes if config.with_dq else 0)
+        self.turns = self._place(TICKET_BYTES + 4 * self.blocks * self.parts) + TICKET_BYTES if config.deterministic else 0
+
+    def _place(self, size):
+        offset = self.size
+        self.size += -(-size // 256) * 256
+        return offset
+
+
+def request(plan: Plan) -> list[toolchain.KernelRequest]:
+    """The kernels that a plan needs."""
+    return [wanted for wanted, *_ in launches(plan)]
+
+
+def launches(plan: Plan) -> list[tuple[toolchain.KernelRequest, list, tuple, int, int]]:
+    """Kernels of a plan in their order, each with its parameters, grid, threads and bytes of shared memory."""
+    config = plan.config
+    workspace = _Workspace(plan.problem, config)
+
+    def kernel(build):
+        return toolchain.KernelRequest(_BUILD + build, config, _ARCH)
+
+    steps = [(kernel("passes:build_rows"), _row_parameters(plan, workspace), (workspace.blocks,), ROW_THREADS, 0)]
+    steps.append((kernel("kernel:build"), _parameters(plan, workspace), plan.grid, plan.threads, plan.shared_bytes))
+    if config.with_dq:
+        threads, shared_bytes = 128 * workspace.parts, 1024 + 2 * PART_ROWS * config.part_columns * workspace.parts
+        steps.append((kernel("passes:build_dq"), _dq_parameters(plan, workspace), (workspace.blocks,), threads, shared_bytes))
+    return steps
+
+
+def _row_parameters(plan, workspace):
+    layouts, problem = plan.layouts, plan.problem
+    strides = [*layouts.dout.strides[:3], *layouts.out.strides[:3]]
+    return [
+        *(toolchain.Pointer(name) for name in ("dout", "out", "lse", "dlse")),
+        *(toolchain.Pointer("workspace", offset) for offset in (workspace.shifts, workspace.deltas, workspace.sums, workspace.turns)),
+        *(toolchain.Scalar("int64", n) for n in strides),
+        *(toolchain.Scalar("int32", n) for n in (problem.seqlen_q, problem.heads, workspace.q_blocks)),
+    ]
+
+
+def _parameters(plan, workspace):
+    problem, config, layouts = plan.problem, plan.config, plan.layouts
+    dtype = problem.dtype
+    keys, first_key = trim_keys(problem)  # what nobody sees is not even loaded: whatever it holds stays outside
+    first_query, queries = visible_queries(problem)
+    columns = problem.batch * problem.kv_heads
+    costs = tuple((q_blocks_of_tiles(problem, config) * problem.group + _TILE_COST).tolist())
+    row_bytes = (problem.head_dim + problem.head_dim_v) * ITEMSIZE[dtype] + 4 * problem.head_dim
+    head_bytes = problem.group * problem.seqlen_q * row_bytes
+    blocks = min(plan.device.sm_count, len(costs) * columns)
+    section = choose_section(costs if config.last_keys_first else costs[::-1], columns, blocks, head_bytes, _L2_BYTES)
+    integers = (
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.offset,
+        problem.left or 0,
+        problem.right or 0,
+        first_query,
+        first_key,
+        problem.heads,
+        problem.kv_heads,
+        problem.group,
+        workspace.q_blocks,
+        len(costs),
+        columns,
+        section,
+        len(costs) * columns,
+    )
+    with np.errstate(over="ignore"):
+        factors = [float(np.float32(x)) for x in (problem.scale * math.log2(math.e), problem.scale)]
+    return [
+        rows_map("q", dtype, layouts.q, config.q_block, first_query, queries),
+        rows_map("k", dtype, layouts.k, config.kv_tile, first_key, keys.seqlen_k),
+        rows_map("v", dtype, layouts.v, config.kv_tile, first_key, keys.seqlen_k),
+        rows_map("dout", dtype, layouts.dout, config.q_block, first_query, queries),
+        # A gradient that nobody needs is never stored, but its place must hold a map.
+        *(rows_map(name, dtype, getattr(layouts, name), 64) if getattr(layouts, name) else rows_map(other, dtype, getattr(layouts, other), 64)
+          for name, other in (("dk", "k"), ("dv", "v"))),
+        *(toolchain.Pointer("workspace", offset) for offset in (workspace.shifts, workspace.deltas, workspace.sums, workspace.turns)),
+        *(toolchain.Scalar("int32", n) for n in integers),
+        *(toolchain.Scalar("float32", x) for x in factors),
+    ]  # fmt: skip
+
+
+def _dq_parameters(plan, workspace):
+    problem = plan.problem
+    with np.errstate(over="ignore"):
+        scale = float(np.float32(problem.scale))
+    return [
+        rows_map("dq", problem.dtype, plan.layouts.dq, PART_ROWS),
+        toolchain.Pointer("workspace", workspace.sums),
+        toolchain.Scalar("int32", problem.heads),
+        toolchain.Scalar("int32", workspace.q_blocks),
+        toolchain.Scalar("float32", scale),
+    ]
+
+
+def prepare(plan: Plan) -> BackwardLaunch:
+    """Build (or fetch) and load the kernels of a plan."""
+    prepared = tuple(
+        toolchain.prepare(
+            wanted, parameters, grid=grid, threads=threads, shared_bytes=shared_bytes, device=plan.device, operands=BACKWARD_OPERANDS
+        ).run
+        for wanted, parameters, grid, threads, shared_bytes in launches(plan)
+    )
+
+    def launch(addresses, stream):
+        for run in prepared:
+            run(addresses, stream)
+
+    return launch
+
+
+def resources(plan: Plan) -> dict[str, Any]:
+    """What ptxas says about the main kernel of a plan, and the spills of all; builds them if need be."""
+    reports = [toolchain.ptxas_report(toolchain.compile_ptx(wanted), _ARCH) for wanted in request(plan)]
+    return {
+        "registers": reports[1].registers,
+        "stack_bytes": max(report.stack_bytes for report in reports),
+        "spill_bytes": sum(report.spill_stores + report.spill_loads for report in reports),
+        "notes": tuple(note for report in reports for note in report.notes),
+    }

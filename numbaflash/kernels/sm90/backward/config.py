@@ -1,0 +1,201 @@
+"""Tile sizes of the Hopper backward kernels: a frozen configuration, chosen by pure functions of the problem."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ....problem import Problem
+from ..config import ALIGNMENT, ELEMENTS
+
+TICKET_BYTES = 256  # before the turns
+ROW_THREADS = 256  # of a block of the kernel that prepares the rows
+PART_ROWS = 64  # of dq that a consumer warpgroup computes in a step
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardConfig:
+    """Everything that is compiled into a backward kernel.
+
+    Attributes
+    ----------
+    element : str
+        PTX element type, "f16" or "bf16".
+    head_dim, head_dim_v : int
+    q_block : int
+        Queries of a step of the main loop: 64, or 128 for head dims up to 64.
+    kv_tile : int
+        Keys of a block's tile: 128, or 64 for head dims above 128.
+    registers : (int, int)
+        A thread of the producer warpgroup keeps the first number, a consumer thread gets the second.
+    stages : int
+        Blocks of Q and dO in flight.
+    left, right : bool
+        Whether the band is bounded there.
+    with_dq, with_dk, with_dv : bool
+        Gradients that somebody needs.
+    deterministic : bool
+        Tiles add their parts of dq in the order of their keys.
+    """
+
+    element: str
+    head_dim: int
+    head_dim_v: int
+    q_block: int
+    registers: tuple[int, int]
+    kv_tile: int = 128
+    stages: int = 2
+    left: bool = False
+    right: bool = False
+    with_dq: bool = True
+    with_dk: bool = True
+    with_dv: bool = True
+    deterministic: bool = False
+
+    consumers = 2
+
+    @property
+    def columns_apart(self) -> bool:
+        """The consumers share the tile's keys, and each has half of the columns (`by_columns`), instead of half of the keys (`by_keys`)."""
+        return self.kv_tile == 64
+
+    @property
+    def overlap(self) -> bool:
+        """The product for dK of a block of queries waits, to run beside the probabilities of the next block.
+
+        Measured on an H200: 2 to 6% faster with `columns_apart`, 5 to 10% slower without, and there it spills.
+        """
+        return self.columns_apart and self.with_dq and self.with_dk and self.with_dv
+
+    @property
+    def part_columns(self) -> int:
+        """Columns of a part of dq; with `columns_apart`, of dk too."""
+        return 128 if self.head_dim > 128 else 64
+
+    @property
+    def part_columns_v(self) -> int:
+        """With `columns_apart`, columns of dv of a consumer."""
+        return 128 if self.head_dim_v > 128 else 64
+
+    @property
+    def parts(self) -> int:
+        """Parts of dq in a step: one a consumer, or one in all."""
+        return 2 if self.columns_apart else self.q_block // PART_ROWS * -(-self.head_dim // 64)
+
+    @property
+    def last_keys_first(self) -> bool:
+        """Whether tiles of later keys add to dq, and run, before those of earlier ones."""
+        return self.deterministic and self.right
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.consumers + 1)
+
+    @property
+    def padded_head_dim(self) -> int:
+        """wgmma steps through K by 16; TMA fills the columns past the head dim with zeros."""
+        return -(-self.head_dim // 16) * 16
+
+    @property
+    def padded_head_dim_v(self) -> int:
+        return -(-self.head_dim_v // 16) * 16
+
+    @property
+    def with_ds(self) -> bool:
+        return self.with_dq or self.with_dk
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """Where things lie in a block's shared memory: offsets and sizes in bytes.
+
+    K and V once, Q and dO and the shift and delta of their rows and dS (with P before it where the consumers share keys) by stage, dQ by
+    consumer. Matrices are rows of panels of 64 columns, of which only those that hold columns of the operand are loaded.
+    """
+
+    loaded_qk_panels: int
+    loaded_v_panels: int
+    q_panel_bytes: int
+    kv_panel_bytes: int
+    q_bytes: int
+    dout_bytes: int
+    ds_bytes: int
+    part_bytes: int
+    row_bytes: int
+    k: int
+    v: int
+    q: int
+    dout: int
+    ds: int
+    dq: int
+    shifts: int
+    deltas: int
+    barriers: int
+    ticket: int
+    total: int
+
+    @classmethod
+    def of(cls, config: BackwardConfig) -> SharedMemory:
+        loaded_qk, loaded_v = -(-config.head_dim // 64), -(-config.head_dim_v // 64)
+        qk_panels, v_panels = loaded_qk, loaded_v
+        if config.columns_apart:
+            qk_panels, v_panels = config.part_columns // 32, config.part_columns_v // 32
+        q_panel, kv_panel = config.q_block * 128, config.kv_tile * 128
+        q_bytes, dout_bytes = qk_panels * q_panel, v_panels * q_panel
+        ds_bytes, part_bytes, row_bytes = config.q_block * config.kv_tile * 2, PART_ROWS * config.part_columns * 4, config.q_block * 4
+        if config.columns_apart:
+            ds_bytes *= 2
+        staged = config.with_dq and not config.columns_apart
+        v = qk_panels * kv_panel
+        q = v + v_panels * kv_panel
+        dout = q + config.stages * q_bytes
+        ds = dout + config.stages * dout_bytes
+        dq = ds + (config.stages * ds_bytes if config.with_dq or config.columns_apart else 0)
+        shifts = dq + (config.consumers * part_bytes if staged else 0)
+        deltas = shifts + config.stages * row_bytes
+        barriers = deltas + config.stages * row_bytes
+        ticket = barriers + 8 * (2 + 4 * config.stages)
+        return cls(
+            loaded_qk, loaded_v, q_panel, kv_panel, q_bytes, dout_bytes, ds_bytes, part_bytes, row_bytes,
+            k=0, v=v, q=q, dout=dout, ds=ds, dq=dq, shifts=shifts, deltas=deltas, barriers=barriers,
+            ticket=ticket, total=ticket + 16 + ALIGNMENT,
+        )  # fmt: skip
+
+
+def backward_config(problem: Problem, *, with_dq: bool, with_dk: bool, with_dv: bool, deterministic: bool) -> BackwardConfig:
+    """The tuning choice for a problem: a pure function of it."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    return BackwardConfig(
+        element=ELEMENTS[problem.dtype],
+        head_dim=problem.head_dim,
+        head_dim_v=problem.head_dim_v,
+        q_block=128 if widest <= 64 else 64,
+        kv_tile=128 if widest <= 128 else 64,
+        registers=(24, 240) if widest <= 64 else (40, 232),
+        left=problem.left is not None,
+        right=problem.right is not None,
+        with_dq=with_dq,
+        with_dk=with_dk,
+        with_dv=with_dv,
+        deterministic=deterministic and with_dq,
+    )
+
+
+def visible_queries(problem: Problem) -> tuple[int, int]:
+    """First query that sees a key, and how many from there on do."""
+    first = 0 if problem.right is None else max(0, -problem.offset - problem.right)
+    end = problem.seqlen_q if problem.left is None else min(problem.seqlen_q, problem.seqlen_k - problem.offset + problem.left)
+    return first, end - first
+
+
+def q_blocks_of_tiles(problem: Problem, config: BackwardConfig) -> np.ndarray:
+    """Blocks of queries that each tile of keys of a head steps through, first tile to last: the cost of the tile, as the kernel has it."""
+    tile = np.arange(-(-problem.seqlen_k // config.kv_tile))
+    first, end = np.zeros_like(tile), np.full_like(tile, -(-problem.seqlen_q // config.q_block))
+    if config.right:
+        first = np.clip((tile * config.kv_tile - problem.offset - problem.right) // config.q_block, 0, end)
+    if config.left:
+        last_key = np.minimum((tile + 1) * config.kv_tile, problem.seqlen_k) - 1
+        end = np.clip((last_key - problem.offset + problem.left) // config.q_block + 1, first, end)
+    return end - first

@@ -1,0 +1,263 @@
+"""The backward kernel for Hopper: Algorithm 2 of FlashAttention-2, keys at rest and queries streaming by.
+
+A block is a producer warpgroup and two consumer warpgroups. It owns a tile of keys, whose dK and dV it accumulates in
+registers over all queries that see them, of all query heads that share the keys. The producer's first warp loads K and V
+once a tile, and streams Q, dO and what goes with their rows through a ring. `by_keys` and `by_columns` say what the
+consumers do with a block of queries, for narrow and for wide head dims; either way dQ, which sums over all keys, is added
+to a float32 sum in global memory. `passes` says what comes before and after.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+
+from numba import cuda
+from numba.cuda import types
+from numba.cuda.types import UniTuple, int32, uint64
+
+from ....ptx import bulk, mbarrier, pipeline, shared, tma, warp
+from ....ptx.straight import straight_line
+from ....toolchain import KernelSource
+from ... import schedule
+from ...bands import KeyBand
+from ...schedule import heads_of, tile_of_turn
+from . import by_columns, by_keys
+from .config import TICKET_BYTES, BackwardConfig, SharedMemory
+
+# Named barriers, one a consumer and the warp of the producer warpgroup that goes with it; 0 is the whole block's.
+DQ_FULL, DQ_EMPTY = by_keys.DQ_FULL, by_keys.DQ_EMPTY
+MAY_ADD, ADDED = by_columns.MAY_ADD, by_columns.ADDED
+
+Ring = namedtuple("Ring", "q dout shifts deltas q_full q_empty dout_full dout_empty")
+"""Addresses of the first stages of Q, dO and what goes with their rows, and of their barriers."""
+
+zero = straight_line(int32, (), lambda ops: ops.integer(0))
+following = straight_line(int32, (int32,), lambda ops, n: n + 1)
+preceding = straight_line(int32, (int32,), lambda ops, n: n - 1)
+plus = straight_line(int32, (int32,) * 2, lambda ops, a, b: a + b)
+warpgroup_of = straight_line(int32, (int32,), lambda ops, thread: thread >> 7)
+warp_of = straight_line(int32, (int32,), lambda ops, thread: thread >> 5)
+
+
+def build(config: BackwardConfig) -> KernelSource:
+    """The main kernel of one configuration."""
+    q_block, kv_tile, stages, consumers, parts = config.q_block, config.kv_tile, config.stages, config.consumers, config.parts
+    with_dq, with_ds, deterministic, has_left = config.with_dq, config.with_ds, config.deterministic, config.left
+    memory = SharedMemory.of(config)
+    work = (by_columns if config.columns_apart else by_keys).consumers(config, memory)
+    prepare, begin, masked_step, plain_step, finish, settle, zero_dk, zero_dv, leave = work
+    overlap = config.overlap
+    band = KeyBand(kv_tile, q_block, config.left, config.right)
+
+    load_k, load_v = (tma.load_panels(4, n, memory.kv_panel_bytes) for n in (memory.loaded_qk_panels, memory.loaded_v_panels))
+    load_q = tma.load_panels(4, memory.loaded_qk_panels, memory.q_panel_bytes, stage_bytes=memory.q_bytes)
+    load_dout = tma.load_panels(4, memory.loaded_v_panels, memory.q_panel_bytes, stage_bytes=memory.dout_bytes)
+    load_row, add_part = bulk.load(memory.row_bytes), bulk.add(memory.part_bytes)
+    start, start_producer, advance, kv_advance = pipeline.start(0), pipeline.start(1), pipeline.advance(stages), pipeline.advance(1)
+    fewer_registers, more_registers = warp.decrease_registers(config.registers[0]), warp.increase_registers(config.registers[1])
+    send_by_bulk, keep_turns = with_dq and not config.columns_apart, deterministic and config.columns_apart
+
+    barriers = [memory.barriers + 8 * n for n in (0, 1, *(2 + stages * n for n in range(4)))]
+    addresses = shared.addresses(memory.k, memory.v, memory.q, memory.dout, memory.ds, memory.dq, memory.shifts, memory.deltas, *barriers)
+    ticket_slot = shared.addresses(memory.ticket)
+    init_kv_full, init_kv_empty = mbarrier.init_ring(1, 2 if with_ds else 1), mbarrier.init_ring(1, 1 if config.columns_apart else consumers)
+    init_q_full, init_dout_full = mbarrier.init_ring(stages, 2), mbarrier.init_ring(stages, 2 if with_ds else 1)
+    init_empty = mbarrier.init_ring(stages, 4 * consumers)
+
+    # Index arithmetic.
+    blocks_of_tile, turn_of = band.of_tile(), band.turn(config.last_keys_first)
+
+    def order(ops, tile, kv_tiles, columns, section):
+        """(tile of keys, kv head over the batch). The first keys, which most queries see under a right bound, go first.
+
+        Where tiles add to dQ in turn under a right bound, the last keys go first: a tile then finds that those before it are ahead of it.
+        """
+        block, column = schedule.order(ops, tile, kv_tiles, columns, section)
+        return [block if config.last_keys_first else kv_tiles - 1 - block, column]
+
+    def rows_at(ops, shifts, deltas, block):
+        row = ops.wide(block) * memory.row_bytes
+        return [shifts + row, deltas + row]
+
+    def part_at(ops, sums, turns, part, block):
+        number = ops.wide(block) * parts + ops.wide(part)
+        return [sums + number * memory.part_bytes, turns + number * 4]
+
+    order = straight_line(UniTuple(int32, 2), (int32,) * 4, order)
+    rows_at = straight_line(UniTuple(uint64, 2), (uint64, uint64, int32), rows_at)
+    part_at = straight_line(UniTuple(uint64, 2), (uint64, uint64, int32, int32), part_at)
+    row_of = straight_line(int32, (int32,) * 2, lambda ops, m, first_query: m * q_block - first_query)
+    key_of = straight_line(int32, (int32,) * 2, lambda ops, n, first_key: n * kv_tile - first_key)
+    head_of = straight_line(int32, (int32,) * 3, lambda ops, kv_head, group, member: kv_head * group + member)
+    blocks_before = straight_line(int32, (int32,) * 4, lambda ops, batch, head, heads, q_blocks: (batch * heads + head) * q_blocks)
+    staged_part = straight_line(int32, (int32,) * 2, lambda ops, s_dq, part: s_dq + part * memory.part_bytes)
+    ticket_at = straight_line(uint64, (uint64,), lambda ops, turns: turns - TICKET_BYTES)
+    only = pipeline.start(0)
+
+    def kernel(
+        q_map, k_map, v_map, dout_map, dk_map, dv_map, shifts, deltas, sums, turns,
+        seqlen_q, seqlen_k, offset, left, right, first_query, first_key, heads, kv_heads, group, q_blocks, kv_tiles, columns, section, tiles,
+        scale_log2, scale_of_dk,
+    ):  # fmt: skip
+        tid = cuda.threadIdx.x
+        warpgroup = warp.shuffle_index(warpgroup_of(tid), 0)
+        bounds = (seqlen_q, seqlen_k, offset, left, right)
+        s_k, s_v, s_q, s_dout, s_ds, s_dq, s_shifts, s_deltas, kv_full, kv_empty, q_full, q_empty, dout_full, dout_empty = addresses()
+        if tid == 0:
+            init_kv_full(kv_full)
+            init_kv_empty(kv_empty)
+            init_q_full(q_full)
+            init_empty(q_empty)
+            init_dout_full(dout_full)
+            init_empty(dout_empty)
+            mbarrier.fence_init()
+            if deterministic:
+                shared.store(ticket_slot()[0], bulk.take_ticket(ticket_at(turns)))
+        cuda.syncthreads()
+        block, blocks = cuda.blockIdx.x, cuda.gridDim.x
+        if deterministic:  # one tile a block, in the order in which blocks start: what a tile waits for has started before it
+            block = warp.shuffle_index(shared.load(ticket_slot()[0]), 0)
+        turn = zero()
+        tile = block
+        if warpgroup == 0:
+            fewer_registers()
+            role = warp.shuffle_index(warp_of(tid), 0)
+            if role == 0:  # ----------------------------------------------------------------------- loads
+                if warp.elect() != 0:
+                    tma.prefetch_map(k_map)
+                    tma.prefetch_map(v_map)
+                    tma.prefetch_map(q_map)
+                    tma.prefetch_map(dout_map)
+                    place = start_producer()
+                    kv_place = start_producer()
+                    while tile < tiles:
+                        n, column = order(tile, kv_tiles, columns, section)
+                        batch, kv_head, _ = heads_of(column, kv_heads, 1)
+                        first, _, _, end = blocks_of_tile(n, bounds)
+                        key = key_of(n, first_key)
+                        pipeline.wait(kv_empty, kv_place)
+                        load_k(s_k, only(), k_map, kv_full, key, kv_head, batch)
+                        if with_ds:
+                            load_v(s_v, only(), v_map, kv_full, key, kv_head, batch)
+                        kv_place = kv_advance(kv_place)
+                        member = zero()
+                        while member < group:
+                            head = head_of(kv_head, group, member)
+                            before = blocks_before(batch, head, heads, q_blocks)
+                            m = first
+                            while m < end:
+                                shifts_at, deltas_at = rows_at(shifts, deltas, plus(before, m))
+                                row = row_of(m, first_query)
+                                pipeline.wait(q_empty, place)
+                                load_q(s_q, place, q_map, q_full, row, head, batch)
+                                load_row(s_shifts, place, shifts_at, q_full)
+                                pipeline.wait(dout_empty, place)
+                                load_dout(s_dout, place, dout_map, dout_full, row, head, batch)
+                                if with_ds:
+                                    load_row(s_deltas, place, deltas_at, dout_full)
+                                place = advance(place)
+                                m = following(m)
+                            member = following(member)
+                        turn = following(turn)
+                        tile = tile_of_turn(turn, block, blocks)
+            elif send_by_bulk and role <= parts:  # -------------------------------------------------- parts of dQ leave
+                part = preceding(role)
+                ready, free = plus(part, DQ_FULL), plus(part, DQ_EMPTY)
+                source = staged_part(s_dq, part)
+                warp.barrier_arrive(free, 160)
+                while tile < tiles:
+                    n, column = order(tile, kv_tiles, columns, section)
+                    batch, kv_head, _ = heads_of(column, kv_heads, 1)
+                    first, _, _, end = blocks_of_tile(n, bounds)
+                    member = zero()
+                    while member < group:
+                        before = blocks_before(batch, head_of(kv_head, group, member), heads, q_blocks)
+                        m = first
+                        while m < end:
+                            target, counter = part_at(sums, turns, part, plus(before, m))
+                            if deterministic:
+                                if warp.elect() != 0:
+                                    bulk.wait_turn(counter, turn_of(n, m, bounds, kv_tiles))
+                                cuda.syncwarp()
+                            warp.barrier_sync(ready, 160)
+                            if warp.elect() != 0:
+                                add_part(target, source)
+                                tma.wait_stores_read()
+                            cuda.syncwarp()
+                            warp.barrier_arrive(free, 160)
+                            if deterministic and warp.elect() != 0:
+                                bulk.wait_done()
+                                bulk.end_turn(counter)
+                            m = following(m)
+                        member = following(member)
+                    turn = following(turn)
+                    tile = tile_of_turn(turn, block, blocks)
+                if warp.elect() != 0:
+                    bulk.wait_done()
+            elif keep_turns and role <= parts:  # ---------------------------------------------------- whose turn it is
+                part = preceding(role)
+                may_add, added = plus(part, MAY_ADD), plus(part, ADDED)
+                while tile < tiles:
+                    n, column = order(tile, kv_tiles, columns, section)
+                    batch, kv_head, _ = heads_of(column, kv_heads, 1)
+                    first, _, _, end = blocks_of_tile(n, bounds)
+                    member = zero()
+                    while member < group:
+                        before = blocks_before(batch, head_of(kv_head, group, member), heads, q_blocks)
+                        m = first
+                        while m < end:
+                            _, counter = part_at(sums, turns, part, plus(before, m))
+                            if warp.elect() != 0:
+                                bulk.wait_turn(counter, turn_of(n, m, bounds, kv_tiles))
+                            cuda.syncwarp()
+                            warp.barrier_sync(may_add, 160)
+                            warp.barrier_sync(added, 160)
+                            if warp.elect() != 0:
+                                bulk.end_turn(counter)
+                            cuda.syncwarp()
+                            m = following(m)
+                        member = following(member)
+                    turn = following(turn)
+                    tile = tile_of_turn(turn, block, blocks)
+        else:  # ------------------------------------------------------------------------------------ consumers
+            more_registers()
+            ring = Ring(s_q, s_dout, s_shifts, s_deltas, q_full, q_empty, dout_full, dout_empty)
+            place = start()
+            kv_place = start()
+            while tile < tiles:
+                n, column = order(tile, kv_tiles, columns, section)
+                batch, kv_head, _ = heads_of(column, kv_heads, 1)
+                first, plain_first, plain_end, end = blocks_of_tile(n, bounds)
+                my = prepare(tid, warpgroup, n, bounds, s_k, s_v, s_q, s_dout, s_ds, s_dq, scale_log2)
+                dk = zero_dk()
+                dv = zero_dv()
+                pipeline.wait(kv_full, kv_place)
+                kv_place = kv_advance(kv_place)
+                member = zero()
+                while member < group:
+                    before = blocks_before(batch, head_of(kv_head, group, member), heads, q_blocks)
+                    m = first
+                    if overlap and first < end:
+                        dk, dv, place = begin(dk, dv, place, m, first, before, ring, sums, my)
+                        m = following(m)
+                    while m < plain_first:
+                        dk, dv, place = masked_step(dk, dv, place, m, first, before, ring, sums, my)
+                        m = following(m)
+                    while m < plain_end:
+                        dk, dv, place = plain_step(dk, dv, place, m, first, before, ring, sums, my)
+                        m = following(m)
+                    if has_left:
+                        while m < end:
+                            dk, dv, place = masked_step(dk, dv, place, m, first, before, ring, sums, my)
+                            m = following(m)
+                    if overlap and first < end:
+                        dk, dv, place = finish(dk, dv, place, m, first, before, ring, sums, my)
+                    if keep_turns and first < end:
+                        settle(my)
+                    member = following(member)
+                leave(dk, dv, n, kv_head, batch, dk_map, dv_map, s_k, s_v, kv_empty, scale_of_dk, my)
+                turn = following(turn)
+                tile = tile_of_turn(turn, block, blocks)
+
+    signature = types.void(*[types.uint64] * 10, *[types.int32] * 15, types.float32, types.float32)
+    return KernelSource(kernel, signature, threads=config.threads, fastmath=False, tensor_maps=tuple(range(6)))

@@ -1,0 +1,144 @@
+"""What comes before and after the main backward kernel: the rows' shift and delta, an empty sum of dQ, and dQ out of that sum."""
+
+from __future__ import annotations
+
+import math
+
+from numba import cuda
+from numba.cuda import types
+from numba.cuda.types import UniTuple, float32, int32, uint64, void
+
+from ....ptx import fragment, rows, shared, tma, warp
+from ....ptx.straight import straight_line
+from ....toolchain import KernelSource
+from .config import PART_ROWS, ROW_THREADS, TICKET_BYTES, BackwardConfig, SharedMemory
+
+LOG2E = math.log2(math.e)
+
+
+def build_rows(config: BackwardConfig) -> KernelSource:
+    """For each query row ``shift = lse * log2(e)`` and ``delta = rowsum(dO * O) - dlse``, and zeros in the sum of dQ.
+
+    Rows that see no key, and those that fill up the last block, get a shift of +inf, which makes every probability 0, and a delta of 0. A
+    block of threads takes a block of queries.
+    """
+    memory = SharedMemory.of(config)
+    q_block, parts = config.q_block, config.parts
+    lanes = max(1, 1 << (config.head_dim_v // 8 - 1).bit_length())  # of a row, eight elements each
+    passes = max(1, q_block * lanes // ROW_THREADS)
+    dot = rows.dot(config.element)
+    sum_steps = parts * memory.part_bytes // (16 * ROW_THREADS)
+    with_ds, with_dq, deterministic = config.with_ds, config.with_dq, config.deterministic
+
+    def row_of_pass(ops, step, thread, m, seqlen_q):
+        """(row in the block, eight elements of it, whether they exist)."""
+        row, part = (step * ROW_THREADS + thread) // lanes, thread % lanes
+        exists = (m * q_block + row < seqlen_q) & (part * 8 < config.head_dim_v)
+        return [row, part, ops.truth(exists)]
+
+    def addresses(ops, dout, out, strides, batch, head, m, row, part):
+        query = ops.wide(m * q_block + row)
+        ends = []
+        for base, (of_batch, of_query, of_head) in ((dout, strides[:3]), (out, strides[3:])):
+            ends.append(base + ops.wide(batch) * of_batch + query * of_query + ops.wide(head) * of_head + ops.wide(part * 16))
+        return ends
+
+    def finish(ops, product, lse, dlse, shifts, deltas, tile, batch_head, m, row, part, seqlen_q):
+        for lane in (1 << i for i in range(lanes.bit_length() - 1)):
+            product = product + ops.exchange([product], lane)[0]
+        query = m * q_block + row
+        writes = (part == 0) & (row < q_block)
+        at = (ops.wide(batch_head) * ops.wide(seqlen_q) + ops.wide(query)) * 4
+        inside = query < seqlen_q
+        value = ops.load_at(lse + at, inside)
+        seen = inside & (value != -math.inf)
+        extra = ops.load_at(dlse + at, seen & (dlse != 0))
+        place = (ops.wide(tile) * q_block + ops.wide(row)) * 4
+        ops.store_at(shifts + place, ops.select(seen, value * LOG2E, math.inf), writes)
+        if with_ds:
+            ops.store_at(deltas + place, ops.select(seen, product - extra, 0.0), writes)
+
+    row_of_pass = straight_line(UniTuple(int32, 3), (int32,) * 4, row_of_pass)
+    addresses = straight_line(UniTuple(uint64, 2), (uint64, uint64, UniTuple(types.int64, 6), *(int32,) * 5), addresses)
+    finish = straight_line(void, (float32, *(uint64,) * 4, *(int32,) * 6), finish)
+    split = straight_line(
+        UniTuple(int32, 4),
+        (int32,) * 3,
+        lambda ops, tile, q_blocks, heads: [tile % q_blocks, tile // q_blocks // heads, tile // q_blocks % heads, tile // q_blocks],
+    )
+    sum_at = straight_line(
+        uint64,
+        (uint64, *(int32,) * 3),
+        lambda ops, sums, tile, step, thread: sums + ops.wide(tile) * (parts * memory.part_bytes) + ops.wide((step * ROW_THREADS + thread) * 16),
+    )
+    turn_at = straight_line(uint64, (uint64, int32, int32), lambda ops, turns, tile, thread: turns + (ops.wide(tile) * parts + ops.wide(thread)) * 4)
+    ticket_at = straight_line(uint64, (uint64,), lambda ops, turns: turns - TICKET_BYTES)
+    clear = straight_line(void, (uint64,), lambda ops, at: ops.store_at(at, ops.constant("float32", 0.0), at != 0))
+
+    def kernel(dout, out, lse, dlse, shifts, deltas, sums, turns, d0, d1, d2, o0, o1, o2, seqlen_q, heads, q_blocks):
+        tile, thread = cuda.blockIdx.x, cuda.threadIdx.x
+        m, batch, head, batch_head = split(tile, q_blocks, heads)
+        strides = (d0, d1, d2, o0, o1, o2)
+        for step in range(passes):
+            row, part, exists = row_of_pass(step, thread, m, seqlen_q)
+            product = no_product()
+            if with_ds:
+                a, b = addresses(dout, out, strides, batch, head, m, row, part)
+                product = dot(a, b, exists)
+            finish(product, lse, dlse, shifts, deltas, tile, batch_head, m, row, part, seqlen_q)
+        if with_dq:
+            for step in range(sum_steps):
+                rows.zero(sum_at(sums, tile, step, thread))
+        if deterministic:
+            if thread < parts:
+                clear(turn_at(turns, tile, thread))
+            if tile == 0 and thread == 0:
+                clear(ticket_at(turns))
+
+    no_product = straight_line(float32, (), lambda ops: ops.constant("float32", 0.0))
+    signature = types.void(*[types.uint64] * 8, *[types.int64] * 6, *[types.int32] * 3)
+    return KernelSource(kernel, signature, threads=ROW_THREADS, fastmath=False)
+
+
+def build_dq(config: BackwardConfig) -> KernelSource:
+    """dQ, scaled and rounded, out of the sum, which holds a block of queries in parts of 64 rows in the order of registers."""
+    memory = SharedMemory.of(config)
+    parts, columns, by_rows = config.parts, config.part_columns, config.q_block > PART_ROWS
+    load, scale, to_16bit = fragment.load_plain(columns), fragment.scale(columns), fragment.to_16bit(columns, config.element)
+    panel_bytes, panels = PART_ROWS * 128, columns // 64
+    put = fragment.store_matrix(columns, panel_bytes)
+    store_first, store_second = (tma.store_panels(4, first, panels, panel_bytes) for first in (0, panels))
+    base = shared.addresses(0)
+
+    def part_of(ops, thread, tile, sums, s_base):
+        part = thread >> 7
+        return [sums + (ops.wide(tile) * parts + ops.wide(part)) * memory.part_bytes, ops.wide(s_base) + ops.wide(part) * (panels * panel_bytes)]
+
+    def place_of(ops, tile, q_blocks, heads, part):
+        head = tile // q_blocks
+        return [head // heads, head % heads, tile % q_blocks * config.q_block + (part * PART_ROWS if by_rows else 0), part + 1]
+
+    part_of = straight_line(UniTuple(uint64, 2), (int32, int32, uint64, int32), part_of)
+    place_of = straight_line(UniTuple(int32, 4), (int32,) * 4, place_of)
+    warpgroup_of = straight_line(int32, (int32,), lambda ops, thread: thread >> 7)
+    thread_of = straight_line(int32, (int32,), lambda ops, thread: thread & 127)
+    columns_apart = not by_rows and parts > 1
+
+    def kernel(dq_map, sums, heads, q_blocks, factor):
+        tile, tid = cuda.blockIdx.x, cuda.threadIdx.x
+        (s_base,) = base()
+        part, thread = warp.shuffle_index(warpgroup_of(tid), 0), thread_of(tid)
+        source, staged = part_of(tid, tile, sums, s_base)
+        put(to_16bit(scale(load(source, thread), factor)), staged, thread)
+        batch, head, row, barrier = place_of(tile, q_blocks, heads, part)
+        tma.fence_async()
+        warp.barrier_sync(barrier, 128)
+        if thread == 0:
+            if columns_apart and part == 1:
+                store_second(dq_map, staged, row, head, batch)
+            else:
+                store_first(dq_map, staged, row, head, batch)
+            tma.wait_stores_read()
+
+    signature = types.void(types.uint64, types.uint64, types.int32, types.int32, types.float32)
+    return KernelSource(kernel, signature, threads=128 * parts, fastmath=False, tensor_maps=(0,))

@@ -1,0 +1,144 @@
+"""The Hopper backward kernels without a GPU: every configuration fits the hardware, the index arithmetic is that of the definition, the main
+kernels compile without spills."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import numpy as np
+import pytest
+
+from numbaflash import reference, toolchain
+from numbaflash.dispatch import BackwardLayouts, Device, Layout, contiguous_strides
+from numbaflash.kernels import bands
+from numbaflash.kernels.sm90 import backward
+from numbaflash.kernels.sm90.backward.config import SharedMemory, q_blocks_of_tiles, visible_queries
+from numbaflash.kernels.sm90.config import MAX_SHARED
+from numbaflash.problem import make_problem
+from numbaflash.ptx.straight import SimulatorOps
+
+H200 = Device("cuda", 0, (9, 0), 132, "NVIDIA H200")
+BANDS = ({}, {"causal": True}, {"causal": "top_left"}, {"window": (50, 20)}, {"window": (70, None)}, {"window": (None, 9)}, {"window": (33, 0)})
+
+
+def layout(shape, itemsize=2):
+    return Layout(shape, contiguous_strides(shape, itemsize))
+
+
+def make_plan(head_dim, head_dim_v=None, *, seqlen_q=512, seqlen_k=700, heads=8, kv_heads=2, needs="qkv", deterministic=False, **options):
+    shapes = (2, seqlen_q, heads, head_dim), (2, seqlen_k, kv_heads, head_dim), (2, seqlen_k, kv_heads, head_dim_v or head_dim)
+    problem = make_problem(*shapes, ("bfloat16",) * 3, **options)
+    gradients = {f"d{name}": layout(shape) if name in needs else None for name, shape in zip("qkv", shapes, strict=True)}
+    operands = {name: layout(problem.shape_of(name)) for name in ("dout", "q", "k", "v", "out")}
+    return backward.plan(problem, BackwardLayouts(**operands, lse=layout(problem.lse_shape, 4), **gradients), H200, deterministic)
+
+
+def test_every_head_dim_fits():
+    for head_dim, head_dim_v in itertools.product(range(8, 257, 8), repeat=2):
+        plan = make_plan(head_dim, head_dim_v)
+        config, memory = plan.config, SharedMemory.of(plan.config)
+        assert plan.shared_bytes <= MAX_SHARED
+        producer, consumer = config.registers
+        assert 128 * producer + 256 * consumer <= 168 * config.threads, "what the block starts with must cover what its warpgroups ask for"
+        for offset in (memory.v, memory.q, memory.dout, memory.ds):
+            assert offset % 1024 == 0, "the swizzle repeats every 1024 bytes"
+        for name, columns in (("part_columns", head_dim), ("part_columns_v", head_dim_v)):
+            if config.columns_apart:
+                assert 2 * getattr(config, name) >= columns, "two consumers have all columns"
+
+
+def call(function, *arguments):
+    """A straight-line body on int32, as the kernel has it: built for the simulator, whatever runs here."""
+    return function(SimulatorOps, *arguments)
+
+
+@pytest.fixture
+def bodies(monkeypatch):
+    """`bands` whose functions are plain bodies."""
+    monkeypatch.setattr(bands, "straight_line", lambda result, argtypes, body: body)
+    return bands
+
+
+@pytest.mark.parametrize("options", BANDS, ids=str)
+@pytest.mark.parametrize(("kv_tile", "q_block"), [(128, 64), (128, 128), (64, 64)])
+def test_index_arithmetic(bodies, options, kv_tile, q_block):
+    """Blocks, plain blocks, limits and turns against the mask of the definition."""
+    for seqlen_q, seqlen_k in ((1, 1), (64, 64), (200, 330), (330, 200), (129, 511), (640, 257)):
+        problem = make_problem((1, seqlen_q, 1, 8), *[(1, seqlen_k, 1, 8)] * 2, ("float16",) * 3, **options)
+        seen = reference.visible(problem)
+        band = bodies.KeyBand(kv_tile, q_block, problem.left is not None, problem.right is not None)
+        bounds = [np.int32(n) for n in (seqlen_q, seqlen_k, problem.offset, problem.left or 0, problem.right or 0)]
+        tiles, blocks = -(-seqlen_k // kv_tile), -(-seqlen_q // q_block)
+        visits = {m: [] for m in range(blocks)}
+        for n in range(tiles):
+            first, plain_first, plain_end, end = (int(x) for x in call(band.of_tile(), np.int32(n), bounds))
+            assert 0 <= first <= plain_first <= plain_end <= end <= blocks
+            for m in range(blocks):
+                part = seen[m * q_block : (m + 1) * q_block, n * kv_tile : (n + 1) * kv_tile]
+                assert first <= m < end or not part.any()
+                if plain_first <= m < plain_end:
+                    assert part.all() and part.shape[1] == kv_tile
+                if first <= m < end:
+                    visits[m].append(n)
+            for key, column in itertools.product((0, 9, kv_tile - 9), (0, 6)):
+                limits = [int(x) for x in call(band.limits(), np.int32(n * kv_tile + key), np.int32(column), bounds)]
+                for row, (low, high) in enumerate(zip(limits[:2], limits[2:], strict=True)):
+                    j = n * kv_tile + key + 8 * row
+                    for i in range(column, seqlen_q, 7):
+                        inside = i - column >= low and (problem.left is None or i - column <= high)
+                        assert inside == (j < seqlen_k and bool(seen[i, j]))
+        for last_first in (False, True):
+            for m, order in visits.items():
+                turns = [int(call(band.turn(last_first), np.int32(n), np.int32(m), bounds, np.int32(tiles))) for n in order]
+                if last_first == (problem.right is not None):  # the order that the kernels use
+                    assert sorted(turns) == list(range(len(order)))
+                    assert turns == sorted(turns, reverse=last_first)
+
+
+@pytest.mark.parametrize("options", BANDS, ids=str)
+def test_what_is_trimmed_and_what_tiles_cost(bodies, options):
+    for seqlen_q, seqlen_k in ((200, 330), (700, 200), (129, 511)):
+        plan = make_plan(64, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **options)
+        first, count = visible_queries(plan.problem)
+        seeing = np.flatnonzero(reference.visible(plan.problem).any(axis=1))
+        assert (seeing == np.arange(first, first + count)).all()
+        config, problem = plan.config, plan.problem
+        band = bodies.KeyBand(config.kv_tile, config.q_block, config.left, config.right)
+        bounds = [np.int32(n) for n in (seqlen_q, seqlen_k, problem.offset, problem.left or 0, problem.right or 0)]
+        for n, cost in enumerate(q_blocks_of_tiles(problem, config)):
+            begin, *_, end = call(band.of_tile(), np.int32(n), bounds)
+            assert cost == end - begin
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (50, 20)}, {"causal": True, "deterministic": True}], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_compiled_code(head_dim, options):
+    """No spills but a few bytes of the producer's at D 64, whose consumers need all other registers; tensor cores and bulk copies at work."""
+    plan = make_plan(head_dim, **options)
+    found = backward.resources(plan)
+    assert not found["notes"]
+    assert found["registers"] <= 168
+    allowed = 0 if head_dim > 64 else 24 if "deterministic" not in options else 168
+    assert found["spill_bytes"] <= allowed
+    ptx = toolchain.compile_ptx(backward.request(plan)[1])
+    products = 5 if not options.get("causal") and "window" not in options else 10
+    assert len(re.findall("wgmma.commit_group", ptx.text)) >= products
+    assert "cp.async.bulk.tensor" in ptx.text
+    assert ("cp.reduce.async.bulk" if head_dim <= 128 else "red.global.add.v4.f32") in ptx.text
+    assert ("atom" in ptx.text) == plan.config.deterministic
+
+
+@pytest.mark.parametrize("needs", ["q", "k", "v", "qk", "qv", "kv"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_only_what_is_needed_is_computed(head_dim, needs):
+    whole, part = make_plan(head_dim), make_plan(head_dim, needs=needs)
+
+    def products(plan):
+        text = toolchain.compile_ptx(backward.request(plan)[1]).text
+        return len(re.findall(r"wgmma\.mma_async", text))
+
+    assert products(part) < products(whole)
+    assert part.workspace_bytes < whole.workspace_bytes or "q" in needs
+    assert len(backward.request(part)) == 2 + ("q" in needs)
+    assert not backward.resources(part)["notes"]
