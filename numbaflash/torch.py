@@ -58,7 +58,8 @@ def attention(q, k, v, *, scale=None, causal=False, window=None, return_lse=Fals
     Raises
     ------
     TypeError
-        For a wrong kind or dtype, and inside torch.func transformations (vmap, grad, jvp, ...).
+        For a wrong kind or dtype, inside torch.func transformations (vmap, grad, jvp, ...), and for gradients batched by vmap
+        (``is_grads_batched=True``).
     ValueError
         For a wrong shape or value.
     UnsupportedError
@@ -68,6 +69,10 @@ def attention(q, k, v, *, scale=None, causal=False, window=None, return_lse=Fals
     Notes
     -----
     Saved for the backward are q, k, v, out and the log-sum-exp; scores are computed again (Dao et al., "FlashAttention", 2022, Algorithm 4).
+    Of tensors made in inference mode a copy is saved.
+
+    Where torch records what is done (``make_fx``, ``torch.jit.trace``, ``FakeTensorMode`` and other dispatch modes) it meets the operators
+    ``torch.ops.numbaflash.attention`` and ``attention_backward``. Tensors on the meta device give results there.
 
     Examples
     --------
@@ -175,7 +180,8 @@ def _refuse_batches(*gradients):
             )
 
 
-# Where torch records. An operator takes plain values: causal is 0, 1 (bottom-right) or 2 (top-left), needs is "qkv" or less.
+# Where torch records. An operator takes plain values: causal is 0, 1 (bottom-right) or 2 (top-left), needs is three times 0 or 1.
+# torch.compile keeps calls of both on disk and finds them by the forward alone: a schema that refuses old calls breaks them.
 
 _CAUSAL = (False, True, "top_left")
 
@@ -220,10 +226,10 @@ def recorded_backward(dout, q, k, v, out, lse, *, scale, causal, window, dlse, d
     for name, x in {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}.items():
         if x is not None:
             TORCH.check(x, name)
-    needs = "".join(name for name in NAMES if name in needs)
+    needs = [int(name in needs) for name in NAMES]
     options = _plain_options(scale, causal, window, deterministic)
     gradients = iter(torch.ops.numbaflash.attention_backward(dout, dlse, q, k, v, out, lse, needs, *options))
-    return tuple(next(gradients) if name in needs else None for name in NAMES)
+    return tuple(next(gradients) if needed else None for needed in needs)
 
 
 def _refuse_to_record(function, given):
@@ -268,18 +274,19 @@ def _attention_shapes(q, k, v, scale, causal, left, right, deterministic):
 @torch.library.custom_op(
     "numbaflash::attention_backward",
     mutates_args=(),
-    schema="(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, str needs, "
+    schema="(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, int[] needs, "
     "float? scale, int causal, int? left, int? right, bool deterministic) -> Tensor[]",
 )
 def _backward_operator(dout, dlse, q, k, v, out, lse, needs, scale, causal, left, right, deterministic):
     options = {"scale": scale, "causal": _CAUSAL[causal], "window": (left, right), "deterministic": deterministic}
+    wanted = tuple(name for name, needed in zip(NAMES, needs, strict=True) if needed)
     with _unrecorded():
-        return [x for x in _gradients(dout, dlse, q, k, v, out, lse, tuple(needs), options) if x is not None]
+        return [x for x in _gradients(dout, dlse, q, k, v, out, lse, wanted, options) if x is not None]
 
 
 @_backward_operator.register_fake
 def _backward_shapes(dout, dlse, q, k, v, out, lse, needs, *options):
-    return [x.new_empty(x.shape) for name, x in zip(NAMES, (q, k, v), strict=True) if name in needs]
+    return [x.new_empty(x.shape) for x, needed in zip((q, k, v), needs, strict=True) if needed]
 
 
 def _save(ctx, inputs, output):
@@ -290,11 +297,11 @@ def _save(ctx, inputs, output):
 
 def _differentiate(ctx, dout, dlse):
     _refuse_batches(dout, dlse)
-    needs = "".join(name for name, needed in zip(NAMES, ctx.needs_input_grad[:3], strict=True) if needed)
+    needs = [int(needed) for needed in ctx.needs_input_grad[:3]]
     gradients = iter(())
     if dout is not None or dlse is not None:
         gradients = iter(torch.ops.numbaflash.attention_backward(dout, dlse, *ctx.saved_tensors, needs, *ctx.options))
-    return *(next(gradients, None) if name in needs else None for name in NAMES), None, None, None, None, None
+    return *(next(gradients, None) if needed else None for needed in needs), None, None, None, None, None
 
 
 def _refuse_second_derivatives(*unused):
@@ -303,6 +310,11 @@ def _refuse_second_derivatives(*unused):
 
 _attention_operator.register_autograd(_differentiate, setup_context=_save)
 _backward_operator.register_autograd(_refuse_second_derivatives)
+
+
+@_attention_operator.register_vmap
+def _refuse_vmap(*unused):
+    raise TypeError("numbaflash.attention is batched by vmap, which is not supported. Use the batch axis of q, k and v in its place")
 
 
 def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
@@ -423,7 +435,7 @@ def replace_sdpa():
     -----
     It replaces an attribute of a module: every thread of the process sees it, not the calling thread alone. Names bound before
     (``from torch.nn.functional import scaled_dot_product_attention``) keep torch's function. What torch.compile has traced inside the
-    context keeps these kernels outside of it.
+    context keeps these kernels outside of it. Inside of a compiled function, the context holds for what is traced in it.
 
     Examples
     --------
