@@ -63,7 +63,7 @@ def attention(q, k, v, *, scale=None, causal=False, window=None, return_lse=Fals
     """
     options = {"scale": scale, "causal": causal, "window": window, "return_lse": return_lse}
     torch = sys.modules.get("torch")
-    if torch is not None and torch.compiler.is_compiling():  # nothing of the look-up below is for torch.compile to trace
+    if torch is not None and torch.compiler.is_dynamo_compiling():  # nothing of the look-up below is for torch.compile to trace
         from .torch import attention
 
         return attention(q, k, v, **options, deterministic=deterministic)

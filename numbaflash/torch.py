@@ -1,25 +1,34 @@
 """PyTorch: attention that autograd differentiates, in eager mode and inside torch.compile, and torch's own attention by another name.
 
-Eager calls go through an ``autograd.Function`` straight to the kernels. Where torch.compile traces, the same two steps are custom operators,
-which it keeps in its graph as they are.
+Eager calls go through an ``autograd.Function`` straight to the kernels. Where torch records what is done (torch.compile, make_fx,
+torch.jit.trace, dispatch modes), the same two steps are custom operators, which it keeps in its graph as they are.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from . import api
+from .arrays.torch import TORCH, recorded
 from .dispatch import forced_family, use_family
-from .problem import UnsupportedError, check_causal, check_flag, check_scale, check_window
+from .problem import UnsupportedError, check_causal, check_flag, check_scale, check_window, make_problem
 
 __all__ = ["attention", "replace_sdpa", "scaled_dot_product_attention"]
 
 NAMES = ("q", "k", "v")
+SECOND_DERIVATIVES = (
+    "the gradients of numbaflash.attention cannot be differentiated again (second derivatives, as for a gradient penalty or a Hessian). "
+    "Use torch.nn.functional.scaled_dot_product_attention with its MATH back end for that part of the model"
+)
 
 
 def attention(q, k, v, *, scale=None, causal=False, window=None, return_lse=False, deterministic=False):
@@ -49,7 +58,8 @@ def attention(q, k, v, *, scale=None, causal=False, window=None, return_lse=Fals
     Raises
     ------
     TypeError
-        For a wrong kind or dtype, and inside torch.func transformations (vmap, grad, jvp, ...).
+        For a wrong kind or dtype, inside torch.func transformations (vmap, grad, jvp, ...), and for gradients batched by vmap
+        (``is_grads_batched=True``).
     ValueError
         For a wrong shape or value.
     UnsupportedError
@@ -59,6 +69,10 @@ def attention(q, k, v, *, scale=None, causal=False, window=None, return_lse=Fals
     Notes
     -----
     Saved for the backward are q, k, v, out and the log-sum-exp; scores are computed again (Dao et al., "FlashAttention", 2022, Algorithm 4).
+    Of tensors made in inference mode a copy is saved.
+
+    Where torch records what is done (``make_fx``, ``torch.jit.trace``, ``FakeTensorMode`` and other dispatch modes) it meets the operators
+    ``torch.ops.numbaflash.attention`` and ``attention_backward``. Tensors on the meta device give results there.
 
     Examples
     --------
@@ -73,13 +87,15 @@ def attention(q, k, v, *, scale=None, causal=False, window=None, return_lse=Fals
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a torch tensor; got {type(x).__name__}")
     deterministic = check_flag("deterministic", deterministic) or torch.are_deterministic_algorithms_enabled()
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
+    device = q.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
         q, k, v = (_autocast(x, dtype) for x in (q, k, v))
-    if torch.compiler.is_compiling():
+    if not torch.compiler.is_dynamo_compiling():
+        _refuse_transformations(q, k, v)
+    if recorded() or device == "meta":
         out, lse = _operator(q, k, v, scale, causal, window, deterministic)
         return (out, lse) if check_flag("return_lse", return_lse) else out
-    _refuse_transformations(q, k, v)
     if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
         return api.forward(q, k, v, scale=scale, causal=causal, window=window, return_lse=return_lse)
     return _Attention.apply(q, k, v, scale, causal, window, return_lse, deterministic)
@@ -104,13 +120,18 @@ def _refuse_transformations(q, k, v):
                 raise UnsupportedError(f"{name} carries a tangent: numbaflash.attention has no forward-mode derivative (jvp); use backward()")
 
 
+def _saved(x):
+    """What autograd can keep of ``x``: tensors of the inference mode are copied, as they have no version to notice changes by."""
+    return x.clone() if x.is_inference() and not torch.is_inference_mode_enabled() else x
+
+
 class _Attention(torch.autograd.Function):
     """The eager road: forward saves the LSE, backward computes the scores again."""
 
     @staticmethod
     def forward(ctx, q, k, v, scale, causal, window, return_lse, deterministic):
         out, lse = api.forward(q, k, v, scale=scale, causal=causal, window=window, return_lse=True)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(*(_saved(x) for x in (q, k, v)), out, lse)
         ctx.options = {"scale": scale, "causal": causal, "window": window, "deterministic": deterministic}
         ctx.family = forced_family()  # of this thread; autograd has its own
         ctx.set_materialize_grads(False)
@@ -137,31 +158,94 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        raise UnsupportedError(
-            "the gradients of numbaflash.attention cannot be differentiated again (second derivatives, as for a gradient penalty or a Hessian). "
-            "Use torch.nn.functional.scaled_dot_product_attention with its MATH back end for that part of the model"
-        )
+        raise UnsupportedError(SECOND_DERIVATIVES)
 
 
 def _gradients(dout, dlse, q, k, v, out, lse, needs, options, family=None):
     """dq, dk, dv; None for those not needed."""
+    _refuse_batches(dout, dlse)
     # Without a gradient of the result, zeros that take no memory.
     dout = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape) if dout is None else dout.resolve_neg()
     with use_family(family or forced_family()):
         return api.backward(dout, q, k, v, out, lse, dlse=dlse, needs=needs, **options)
 
 
-# torch.compile. An operator takes plain values: causal is 0, 1 (bottom-right) or 2 (top-left).
+def _refuse_batches(*gradients):
+    for x in gradients:
+        if x is not None and (torch._C._functorch.is_functorch_wrapped_tensor(x) or torch._C._functorch.is_legacy_batchedtensor(x)):
+            raise TypeError(
+                "the gradient of numbaflash.attention is batched by vmap (is_grads_batched=True, vectorize=True, or torch.vmap over "
+                "torch.autograd.grad), which is not supported. Call torch.autograd.grad for one gradient after the other (retain_graph=True), "
+                "or pass vectorize=False"
+            )
+
+
+# Where torch records. An operator takes plain values: causal is 0, 1 (bottom-right) or 2 (top-left), needs is three times 0 or 1.
+# torch.compile keeps calls of both on disk and finds them by the forward alone: a schema that refuses old calls breaks them.
 
 _CAUSAL = (False, True, "top_left")
 
 
 def _operator(q, k, v, scale, causal, window, deterministic):
-    """Trace the operator; options are checked here, shapes where it runs."""
-    scale = None if scale is None else check_scale(scale, 1)
+    """Record the operator; options are checked here, shapes and the value of scale where it runs."""
+    options = _plain_options(scale, causal, window, deterministic)
+    return torch.ops.numbaflash.attention(q, k, v, *options)
+
+
+def _plain_options(scale, causal, window, deterministic):
+    if isinstance(scale, (int, torch.SymInt)) and not isinstance(scale, bool):
+        scale = torch.sym_float(scale)
+    elif scale is not None and not isinstance(scale, (float, torch.SymFloat)):  # made of sizes, it may have no value yet
+        scale = check_scale(scale, 1)
     causal = check_causal(causal)
     left, right = check_window(window)
-    return torch.ops.numbaflash.attention(q, k, v, scale, 2 if causal == "top_left" else int(causal), left, right, deterministic)
+    return scale, 2 if causal == "top_left" else int(causal), left, right, deterministic
+
+
+def recorded_forward(q, k, v, *, scale, causal, window, return_lse, out, lse, stream):
+    """`numbaflash.forward` where torch records."""
+    given = {"out": out, "lse": lse, "stream": stream}
+    if any(x is not None for x in given.values()):
+        _refuse_to_record("forward", given)
+        with _disable_current_modes():
+            return api.forward(q, k, v, scale=scale, causal=causal, window=window, return_lse=return_lse, **given)
+    for name, x in zip(NAMES, (q, k, v), strict=True):
+        TORCH.check(x, name)
+    out, lse = _operator(q, k, v, scale, causal, window, False)
+    return (out, lse) if return_lse else out
+
+
+def recorded_backward(dout, q, k, v, out, lse, *, scale, causal, window, dlse, deterministic, dq, dk, dv, needs, stream):
+    """`numbaflash.backward` where torch records."""
+    given = {"dq": dq, "dk": dk, "dv": dv, "stream": stream}
+    if any(x is not None for x in given.values()):
+        _refuse_to_record("backward", given)
+        options = {"scale": scale, "causal": causal, "window": window, "dlse": dlse, "deterministic": deterministic, "needs": needs}
+        with _disable_current_modes():
+            return api.backward(dout, q, k, v, out, lse, **options, **given)
+    for name, x in {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}.items():
+        if x is not None:
+            TORCH.check(x, name)
+    needs = [int(name in needs) for name in NAMES]
+    options = _plain_options(scale, causal, window, deterministic)
+    gradients = iter(torch.ops.numbaflash.attention_backward(dout, dlse, q, k, v, out, lse, needs, *options))
+    return tuple(next(gradients) if needed else None for needed in needs)
+
+
+def _refuse_to_record(function, given):
+    """A trace would not contain what is written into the caller's arrays. Other modes watch what really runs, and may miss it."""
+    traces = FakeTensorMode, FunctionalTensorMode, ProxyTorchDispatchMode
+    if torch._C._is_tracing() or any(isinstance(mode, traces) for mode in _get_current_dispatch_mode_stack()):
+        names = ", ".join(name for name, x in given.items() if x is not None)
+        raise TypeError(
+            f"numbaflash.{function} is traced by torch (make_fx, torch.jit.trace, FakeTensorMode), and no trace can contain {names}. "
+            f"Leave {names} out while tracing, or call {function} outside of the trace"
+        )
+
+
+def _unrecorded():
+    """Within an operator nothing is to be recorded again, even where a mode did not step aside for it."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 @torch.library.custom_op(
@@ -170,7 +254,8 @@ def _operator(q, k, v, scale, causal, window, deterministic):
     schema="(Tensor q, Tensor k, Tensor v, float? scale, int causal, int? left, int? right, bool deterministic) -> (Tensor, Tensor)",
 )
 def _attention_operator(q, k, v, scale, causal, left, right, deterministic):
-    return api.forward(q, k, v, scale=scale, causal=_CAUSAL[causal], window=(left, right), return_lse=True)
+    with _unrecorded():
+        return api.forward(q, k, v, scale=scale, causal=_CAUSAL[causal], window=(left, right), return_lse=True)
 
 
 @_attention_operator.register_fake
@@ -178,6 +263,9 @@ def _attention_shapes(q, k, v, scale, causal, left, right, deterministic):
     for name, x in zip(NAMES, (q, k, v), strict=True):
         if x.dim() != 4:
             raise ValueError(f"{name} must have 4 axes (batch, seqlen, heads, head_dim); got {x.dim()} axes, shape {tuple(x.shape)}")
+    shapes = [tuple(x.shape) for x in (q, k, v)]
+    if all(type(n) is int for shape in shapes for n in shape):  # symbolic sizes would be bound to this call's by the checks
+        make_problem(*shapes, [str(x.dtype).removeprefix("torch.") for x in (q, k, v)])
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float64 if q.dtype is torch.float64 else torch.float32)
     return out, lse
@@ -186,13 +274,14 @@ def _attention_shapes(q, k, v, scale, causal, left, right, deterministic):
 @torch.library.custom_op(
     "numbaflash::attention_backward",
     mutates_args=(),
-    schema="(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool[] needs, "
+    schema="(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, int[] needs, "
     "float? scale, int causal, int? left, int? right, bool deterministic) -> Tensor[]",
 )
 def _backward_operator(dout, dlse, q, k, v, out, lse, needs, scale, causal, left, right, deterministic):
     options = {"scale": scale, "causal": _CAUSAL[causal], "window": (left, right), "deterministic": deterministic}
     wanted = tuple(name for name, needed in zip(NAMES, needs, strict=True) if needed)
-    return [x for x in _gradients(dout, dlse, q, k, v, out, lse, wanted, options) if x is not None]
+    with _unrecorded():
+        return [x for x in _gradients(dout, dlse, q, k, v, out, lse, wanted, options) if x is not None]
 
 
 @_backward_operator.register_fake
@@ -202,19 +291,30 @@ def _backward_shapes(dout, dlse, q, k, v, out, lse, needs, *options):
 
 def _save(ctx, inputs, output):
     q, k, v, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output)
+    ctx.save_for_backward(*(_saved(x) for x in (q, k, v)), *output)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, dout, dlse):
-    needs = list(ctx.needs_input_grad[:3])
+    _refuse_batches(dout, dlse)
+    needs = [int(needed) for needed in ctx.needs_input_grad[:3]]
     gradients = iter(())
     if dout is not None or dlse is not None:
         gradients = iter(torch.ops.numbaflash.attention_backward(dout, dlse, *ctx.saved_tensors, needs, *ctx.options))
     return *(next(gradients, None) if needed else None for needed in needs), None, None, None, None, None
 
 
+def _refuse_second_derivatives(*unused):
+    raise UnsupportedError(SECOND_DERIVATIVES)
+
+
 _attention_operator.register_autograd(_differentiate, setup_context=_save)
+_backward_operator.register_autograd(_refuse_second_derivatives)
+
+
+@_attention_operator.register_vmap
+def _refuse_vmap(*unused):
+    raise TypeError("numbaflash.attention is batched by vmap, which is not supported. Use the batch axis of q, k and v in its place")
 
 
 def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
@@ -318,6 +418,10 @@ _depth = 0
 _original = None
 
 
+def _lock():
+    return nullcontext() if torch.compiler.is_dynamo_compiling() else _replacing  # torch.compile knows no locks, and traces in one thread
+
+
 @contextmanager
 def replace_sdpa():
     """Within the context, ``torch.nn.functional.scaled_dot_product_attention`` is `scaled_dot_product_attention` of this module.
@@ -331,7 +435,7 @@ def replace_sdpa():
     -----
     It replaces an attribute of a module: every thread of the process sees it, not the calling thread alone. Names bound before
     (``from torch.nn.functional import scaled_dot_product_attention``) keep torch's function. What torch.compile has traced inside the
-    context keeps these kernels outside of it.
+    context keeps these kernels outside of it. Inside of a compiled function, the context holds for what is traced in it.
 
     Examples
     --------
@@ -345,7 +449,7 @@ def replace_sdpa():
     """
     global _depth, _original
     functional = torch.nn.functional
-    with _replacing:
+    with _lock():
         if _depth == 0:
             _original = functional.scaled_dot_product_attention
         _depth += 1
@@ -353,7 +457,7 @@ def replace_sdpa():
     try:
         yield
     finally:
-        with _replacing:
+        with _lock():
             _depth -= 1
             if _depth == 0:
                 functional.scaled_dot_product_attention = _original

@@ -212,7 +212,7 @@ def _released(x):
         (ValueError, r"q must lie on the CPU or a CUDA device; got device meta", lambda x: x.to("meta")),
         (ValueError, r"q has a pending negation or conjugation .*resolve_neg", lambda x: torch.complex(x, x).conj().imag),
         (TypeError, r"q must be a dense tensor; got a nested tensor", lambda x: torch.nested.nested_tensor([x[0], x[1]])),
-        (TypeError, r"q must be a plain torch tensor; got FakeTensor, which computes by its own rules", _fake),
+        (TypeError, r"q from a trace of PyTorch, k from PyTorch", _fake),
         (ValueError, r"q has no memory: it was deleted or released before the call", _released),
         (TypeError, r"q must be one of .*; got dtype complex64", lambda x: x.to(torch.complex64)),
         (TypeError, r"q must be one of .*; got dtype int64", lambda x: x.long()),

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import textwrap
 import threading
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,9 @@ from numbaflash.problem import UnsupportedError
 
 torch = pytest.importorskip("torch")
 
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import numbaflash.torch  # noqa: E402
@@ -364,6 +369,17 @@ def test_compile_with_dynamic_shapes():
     assert counter.frame_count == 1
 
 
+def test_compile_a_scale_made_of_sizes():
+    for scale in (lambda q: 1.0 / q.shape[-1], lambda q: q.shape[1], lambda q: q.shape[1] ** -0.5):
+        torch._dynamo.reset()
+        run = torch.compile(lambda q, k, v, scale=scale: attention(q, k, v, scale=scale(q)), backend="aot_eager", fullgraph=True, dynamic=True)
+        for length in (5, 8):
+            arrays = made(shapes=((2, length, 4, 2 * length), (2, 7, 2, 2 * length), (2, 7, 2, 24)))
+            assert_near([run(*arrays)], [attention(*arrays, scale=scale(arrays[0]))])
+    with pytest.raises(Exception, match="scale must be finite; got inf"):
+        compiled(lambda *x: attention(*x, scale=float("inf")))(*made())
+
+
 def test_compile_a_checkpoint():
     arrays = made()
 
@@ -390,7 +406,7 @@ def test_operators_keep_what_torch_asks_of_them():
     torch.library.opcheck(torch.ops.numbaflash.attention.default, (q, k, v, None, 1, 3, None, False))
     out, lse = attention(q, k, v, return_lse=True)
     tensors = [x.detach() for x in (out, lse, q, k, v, out, lse)]
-    for needs in ([True, True, True], [False, True, False]):
+    for needs in ([1, 1, 1], [0, 1, 0], [True, False, True]):
         torch.library.opcheck(torch.ops.numbaflash.attention_backward.default, (*tensors, needs, 0.3, 0, None, None, True))
 
 
@@ -428,6 +444,211 @@ def test_inductor():
         got = torch.autograd.grad(torch.compile(model, fullgraph=True)(q, k, v), (q, k, v))
         torch.testing.assert_close(got, torch.autograd.grad(model(q, k, v), (q, k, v)))
     """)
+
+
+# Where torch records
+
+
+MODES = ("real", "fake", "symbolic")
+
+
+def traced(function, arrays, mode):
+    """A trace of ``function``; "jit" is torch.jit.trace, the others are modes of make_fx."""
+    if mode == "jit":
+        return torch.jit.trace(function, tuple(arrays))
+    return make_fx(function, tracing_mode=mode)(*arrays)
+
+
+def others(arrays):
+    """Other values than those that were traced."""
+    return [(x.detach() * 2 - 0.1).requires_grad_(x.requires_grad) for x in arrays]
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("mode", [*MODES, "jit"])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_trace_contains_attention(device, mode, requires_grad):
+    arrays = made(device, requires_grad=requires_grad)
+
+    def function(*arrays):
+        out, lse = numbaflash.attention(*arrays, causal=True, scale=0.3, return_lse=True)
+        return out + 0, lse
+
+    trace = traced(function, arrays, mode)
+    arrays = others(arrays)
+    got, want = trace(*arrays), function(*arrays)
+    assert_near(got, want)
+    if requires_grad:
+        assert_near(*(torch.autograd.grad(x[0].square().sum() + x[1].sum(), arrays) for x in (got, want)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_trace_contains_the_backward(mode):
+    def function(*arrays):
+        arrays = [x.detach().requires_grad_() for x in arrays]
+        return torch.autograd.grad(attention(*arrays, causal=True).sin().sum(), arrays)
+
+    arrays = made(requires_grad=False)
+    trace = traced(function, arrays, mode)
+    assert_near(trace(*others(arrays)), function(*others(arrays)))
+    if mode == "symbolic":
+        longer = made(shapes=((2, 11, 4, 16), (2, 20, 2, 16), (2, 20, 2, 24)), requires_grad=False)
+        assert_near(trace(*longer), function(*longer))
+
+
+def test_a_trace_contains_the_backward_of_what_was_not_traced():
+    arrays = made()
+    out = attention(*arrays)
+    dout = torch.linspace(-1, 1, out.numel()).view_as(out)
+
+    def function(dout):
+        return torch.autograd.grad(out, arrays, dout, retain_graph=True)
+
+    trace = make_fx(function)(torch.zeros_like(dout))
+    assert_near(trace(dout), function(dout))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("mode", [*MODES, "jit"])
+def test_a_trace_contains_forward_merge_and_backward(mode):
+    def function(q, k, v):
+        out, lse = numbaflash.merge(*zip(*(numbaflash.forward(q, k[:, keys], v[:, keys], return_lse=True) for keys in HALVES), strict=True))
+        dq, dk, dv = numbaflash.backward(out.cos(), q, k, v, out, lse, dlse=lse * 2, needs=("v", "q"))
+        assert dk is None
+        return out, lse, dq, dv
+
+    arrays = made(requires_grad=False)
+    assert_near(traced(function, arrays, mode)(*others(arrays)), function(*others(arrays)))
+
+
+HALVES = (slice(0, 6), slice(6, None))
+
+
+def test_a_trace_cannot_contain_results_of_the_caller():
+    q, k, v = made(requires_grad=False)
+    out, lse = numbaflash.forward(q, k, v, return_lse=True)
+    with pytest.raises(TypeError, match=r"numbaflash\.forward is traced by torch .*, and no trace can contain out, lse\. Leave"):
+        make_fx(lambda q: numbaflash.forward(q, k, v, out=torch.empty_like(out), lse=torch.empty_like(lse)))(q)
+    with pytest.raises(TypeError, match=r"numbaflash\.backward is traced by torch .*, and no trace can contain dk\. Leave"):
+        make_fx(lambda q: numbaflash.backward(out, q, k, v, out, lse, dk=torch.empty_like(k)))(q)
+    with pytest.raises(ValueError, match="q takes part in automatic differentiation"):
+        make_fx(lambda q: numbaflash.forward(q, k, v))(q.clone().requires_grad_())
+
+
+class Watching(TorchDispatchMode):
+    """Runs everything, and remembers its name."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.seen.append(str(function))
+        return function(*arguments, **(options or {}))
+
+
+def test_dispatch_modes_see_operators():
+    arrays = made()
+    with Watching() as mode, Watching():
+        out, lse = attention(*arrays, return_lse=True)
+        gradients = torch.autograd.grad(out.square().sum() + lse.sum(), arrays, create_graph=True)
+    assert "numbaflash.attention.default" in mode.seen and "numbaflash.attention_backward.default" in mode.seen
+    assert_near(gradients, torch.autograd.grad(sum(x.pow(n).sum() for x, n in zip(attention(*arrays, return_lse=True), (2, 1), strict=True)), arrays))
+    with pytest.raises(UnsupportedError, match="cannot be differentiated again"):
+        torch.autograd.grad(gradients[0].sum(), arrays[0])
+    q, k, v = (x.detach() for x in arrays)
+    out, lse = out.detach(), lse.detach()
+    with Watching():
+        into = [torch.empty_like(x) for x in (out, q)]
+        numbaflash.forward(q, k, v, out=into[0])
+        numbaflash.backward(out, q, k, v, out, lse, dq=into[1])
+    assert_near(into, (out, numbaflash.backward(out, q, k, v, out, lse)[0]))
+
+
+def test_selective_checkpoint_keeps_attention():
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    arrays = made()
+    ran = []
+
+    def block(q, k, v):
+        return attention(q.sin(), k, v).square().sum()
+
+    def contexts():
+        return create_selective_checkpoint_contexts([torch.ops.numbaflash.attention.default])
+
+    with pytest.MonkeyPatch.context() as patch:
+        real = api.forward
+        patch.setattr(api, "forward", lambda *x, **options: ran.append(1) or real(*x, **options))
+        loss = checkpoint(block, *arrays, use_reentrant=False, context_fn=contexts)
+        got = torch.autograd.grad(loss, arrays)
+    assert len(ran) == 1
+    assert_near(got, torch.autograd.grad(block(*arrays), arrays))
+
+
+def test_fake_tensors():
+    with FakeTensorMode():
+        q, k, v = (torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for shape in SHAPES)
+        out, lse = numbaflash.attention(q, k, v, return_lse=True)
+        (out.float().sum() + lse.sum()).backward()
+        out, lse = numbaflash.merge([out.detach()], [numbaflash.forward(q.detach(), k.detach(), v.detach(), return_lse=True)[1]])
+        with pytest.raises(ValueError, match="k must have the same head_dim"):
+            attention(q, k[..., :8], v)
+    assert out.shape == (2, 9, 4, 24) and out.dtype is torch.bfloat16 and lse.shape == (2, 4, 9) and lse.dtype is torch.float32
+    assert [x.grad.shape for x in (q, k, v)] == list(SHAPES)
+    assert attention(q, k, v).shape == (2, 9, 4, 24) == numbaflash.attention(q, k, v).shape  # outside of the mode too
+    with pytest.raises(TypeError, match="q from a trace of PyTorch, k from PyTorch"):
+        numbaflash.forward(q.detach(), *made(requires_grad=False)[1:])
+
+
+def test_meta_tensors():
+    q, k, v = made("meta")
+    out = attention(q, k, v)
+    assert out.device.type == "meta" and out.shape == (2, 9, 4, 24)
+    assert [x.shape for x in torch.autograd.grad(out.sum(), (q, k, v))] == list(SHAPES)
+    with pytest.raises(ValueError, match="k must have the same head_dim"):
+        attention(q, k[..., :8], v)
+    with pytest.raises(ValueError, match="q must lie on the CPU or a CUDA device; got device meta"):
+        numbaflash.forward(q, k, v)
+
+
+@pytest.mark.parametrize("where", ["eager", "in a mode"])  # torch.compile has a message of its own
+def test_batched_gradients_are_refused(where):
+    arrays = made()
+    with Watching() if where == "in a mode" else nullcontext():
+        out = attention(*arrays)
+    douts = out.new_ones(3, *out.shape)
+    message = r"batched by vmap \(is_grads_batched=True.* Call torch\.autograd\.grad for one"
+    with pytest.raises(TypeError, match=message):
+        torch.vmap(lambda dout: torch.autograd.grad(out, arrays, dout, retain_graph=True))(douts)
+    with pytest.raises(TypeError, match=message):
+        torch.autograd.grad(out, arrays, douts, is_grads_batched=True)
+
+
+def test_vmap_is_refused_inside_of_a_compiled_function():
+    q, k, v = made(requires_grad=False)
+    with pytest.raises(Exception, match="batched by vmap, which is not supported"):
+        compiled(lambda q: torch.vmap(lambda x: attention(x, k, v))(q))(q[None])
+
+
+def test_jacobian():
+    q, k, v = made(dtype=torch.float64, shapes=((1, 2, 1, 3), (1, 3, 1, 3), (1, 3, 1, 2)), requires_grad=False)
+    got, want = (torch.autograd.functional.jacobian(partial(function, k=k, v=v), q) for function in (attention, dense))
+    torch.testing.assert_close(got, want)
+    with pytest.raises(TypeError, match="which is not supported.*or pass vectorize=False"):
+        torch.autograd.functional.jacobian(lambda x: attention(x, k, v), q, vectorize=True)
+
+
+@pytest.mark.parametrize("frozen", ["kv", "qk", "v"])
+def test_tensors_of_the_inference_mode(frozen):
+    arrays = made()
+    with torch.inference_mode():
+        mixed = [x.detach().clone() if name in frozen else x for name, x in zip("qkv", arrays, strict=True)]
+    wanted = [x for name, x in zip("qkv", arrays, strict=True) if name not in frozen]
+    assert_near(*(torch.autograd.grad(attention(*x).square().sum(), wanted) for x in (mixed, arrays)))
+    heads_first = [x.swapaxes(1, 2) for x in mixed]
+    got = scaled_dot_product_attention(*heads_first, enable_gqa=True).swapaxes(1, 2)
+    assert_near(torch.autograd.grad(got.square().sum(), wanted), torch.autograd.grad(attention(*arrays).square().sum(), wanted))
 
 
 # torch's own attention
@@ -541,6 +762,31 @@ def test_replacing_nests_and_ends():
         return F.scaled_dot_product_attention
 
     assert decorated() is scaled_dot_product_attention is decorated() and F.scaled_dot_product_attention is theirs
+
+
+def test_replacing_inside_of_a_compiled_function():
+    theirs = F.scaled_dot_product_attention
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph.code)
+        return graph
+
+    def function(q):
+        with replace_sdpa():
+            ours = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        return ours, F.scaled_dot_product_attention(q, q, q)
+
+    q = made(shapes=((2, 3, 5, 8),), requires_grad=False)[0]
+    torch._dynamo.reset()
+    got = torch.compile(function, backend=backend, fullgraph=True)(q)
+    torch.testing.assert_close(got, function(q))
+    assert len(graphs) == 1 and graphs[0].count("ops.numbaflash.attention") == 1 == graphs[0].count("_nn.scaled_dot_product_attention")
+    assert F.scaled_dot_product_attention is theirs
+    with replace_sdpa():
+        torch.compile(function, backend=backend, fullgraph=True)(q)
+        assert F.scaled_dot_product_attention is scaled_dot_product_attention
+    assert F.scaled_dot_product_attention is theirs
 
 
 def test_replacing_in_threads_that_overlap():

@@ -6,7 +6,10 @@ from contextlib import nullcontext
 from functools import partial
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from .base import Facts, Library
 from .streams import LEGACY_DEFAULT
@@ -15,6 +18,8 @@ from .streams import LEGACY_DEFAULT
 def adopt(x, name):
     if not isinstance(x, torch.Tensor):
         return None
+    if isinstance(x, (FakeTensor, FunctionalTensor)):
+        return TRACED
     if getattr(type(x), "__torch_dispatch__", _PLAIN) is not _PLAIN:
         raise TypeError(
             f"{name} must be a plain torch tensor; got {type(x).__name__}, which computes by its own rules and has no memory of its own to read. "
@@ -24,6 +29,17 @@ def adopt(x, name):
 
 
 _PLAIN = torch.Tensor.__torch_dispatch__
+
+_active_modes = torch._C._len_torch_dispatch_stack
+_is_tracing = torch._C._is_tracing
+
+
+def recorded() -> bool:
+    """Whether torch may be recording operations, of which kernels that are given addresses would be none.
+
+    So it is under torch.compile, in ``torch.jit.trace`` and in any dispatch mode (``make_fx``, ``FakeTensorMode``, selective checkpoints, ...).
+    """
+    return is_dynamo_compiling() or _active_modes() > 0 or _is_tracing()
 
 
 def _current_stream_function():
@@ -38,7 +54,13 @@ def _untraced(name, *arrays, **options):
     return torch.compiler.disable(getattr(api, name))(*arrays, **options)
 
 
-def _recorded(x) -> bool:
+def _operator(name):
+    from .. import torch as operators
+
+    return getattr(operators, f"recorded_{name}")
+
+
+def _differentiated(x) -> bool:
     """Whether torch would expect an operation on ``x`` to be recorded for a derivative."""
     if x.requires_grad and torch.is_grad_enabled():
         return True
@@ -51,8 +73,10 @@ class Torch(Library):
 
     @property
     def forward(self):
-        """None, except where torch.compile traces: there the call breaks the graph, and nothing inside it is traced."""
-        return partial(_untraced, "forward") if torch.compiler.is_compiling() else None
+        """None, except where torch records. torch.compile breaks its graph at the call, others meet an operator of torch."""
+        if is_dynamo_compiling():
+            return partial(_untraced, "forward")
+        return _operator("forward") if _active_modes() or _is_tracing() else None
 
     def attention(self, q, k, v, **options):
         from ..torch import attention
@@ -62,22 +86,24 @@ class Torch(Library):
     @property
     def backward(self):
         """Like `forward`."""
-        return partial(_untraced, "backward") if torch.compiler.is_compiling() else None
+        if is_dynamo_compiling():
+            return partial(_untraced, "backward")
+        return _operator("backward") if _active_modes() or _is_tracing() else None
 
     @property
     def merge(self):
-        """Like `forward`."""
-        return partial(_untraced, "merge") if torch.compiler.is_compiling() else None
+        """None, except in torch.compile, as for `forward`: elsewhere torch records the array operations."""
+        return partial(_untraced, "merge") if is_dynamo_compiling() else None
 
     def inspect(self, x):
         at = x.data_ptr()
-        return at, (x.shape, x.stride(), x.dtype, x.device, at & 15, x.is_neg(), _recorded(x))
+        return at, (x.shape, x.stride(), x.dtype, x.device, at & 15, x.is_neg(), _differentiated(x))
 
     def describe(self, x, name):
-        self._check(x, name)
+        self.check(x, name)
         size = x.element_size()
         return Facts(
-            address=x.data_ptr(),
+            address=self.address(x),
             shape=tuple(x.shape),
             strides=tuple(step * size for step in x.stride()),
             dtype=str(x.dtype).removeprefix("torch."),
@@ -85,7 +111,8 @@ class Torch(Library):
             index=x.device.index or 0,
         )
 
-    def _check(self, x, name):
+    def check(self, x, name):
+        """A clear error for a tensor that cannot be used."""
         if torch._C._functorch.is_functorch_wrapped_tensor(x):
             raise TypeError(f"{name} is traced by torch.func (vmap, grad, jvp, ...); numbaflash reads memory here and cannot be transformed by it")
         if x.is_nested:
@@ -98,7 +125,7 @@ class Torch(Library):
             raise ValueError(f"{name} must lie on the CPU or an NVIDIA GPU; got an AMD GPU (a ROCm build of torch)")
         if x.device.type not in ("cpu", "cuda"):
             raise ValueError(f"{name} must lie on the CPU or a CUDA device; got device {x.device}")
-        if _recorded(x):
+        if _differentiated(x):
             raise ValueError(
                 f"{name} takes part in automatic differentiation, and numbaflash.forward and backward record nothing: their results would be cut "
                 "from the graph. Call numbaflash.attention, which torch differentiates; without a derivative, call under torch.no_grad() or "
@@ -162,4 +189,22 @@ def _on(device, stream):
     return nullcontext() if stream is None else torch.cuda.stream(_external(stream, device))
 
 
+class Traced(Torch):
+    """Tensors of a trace: shapes without memory, of which only an operator of torch can make others."""
+
+    name = "a trace of PyTorch"
+
+    def address(self, x):
+        return 0
+
+    @property
+    def forward(self):
+        return _operator("forward")
+
+    @property
+    def backward(self):
+        return _operator("backward")
+
+
 TORCH = Torch()
+TRACED = Traced()
