@@ -22,6 +22,7 @@ NEEDS = ("q", "k", "v")
 
 MAX_HEAD_DIM = 256
 MAX_SEQLEN = 2**30  # row and key numbers, and their sums with the offset, stay within int32
+MAX_SCALE = (2 - 2**-23) * 2.0**127 / math.log2(math.e)  # but for float64
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -184,7 +185,7 @@ def make_problem(q_shape, k_shape, v_shape, dtypes, *, scale=None, causal=False,
         kv_heads=kv_heads,
         head_dim=head_dim,
         head_dim_v=head_dim_v,
-        scale=check_scale(scale, head_dim),
+        scale=_check_range(check_scale(scale, head_dim), dtype),
         offset=offset,
         left=left,
         right=right,
@@ -217,6 +218,13 @@ def check_scale(scale, head_dim) -> float:
     if not math.isfinite(value):
         raise ValueError(f"scale must be finite; got {scale!r}")
     return value
+
+
+def _check_range(scale: float, dtype: str) -> float:
+    """Kernels hold scale * log2(e) in float32, for float64 in float64."""
+    if dtype != "float64" and abs(scale) > MAX_SCALE:
+        raise ValueError(f"scale must be from -{MAX_SCALE:.4g} to {MAX_SCALE:.4g} for {dtype}, whose scores are computed in float32; got {scale!r}")
+    return scale
 
 
 def check_flag(name, value) -> bool:

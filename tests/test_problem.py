@@ -69,6 +69,13 @@ def test_causal_that_hides_nothing_is_no_band():
     assert problem((1, 1, 1, 8), (1, 9, 1, 8), (1, 9, 1, 8), window=(7, None)) != plain
 
 
+def test_scales_of_float64():
+    """Kernels compute float64 in float64, and float32's largest scales still have a finite float32 in base 2."""
+    shape = (1, 1, 1, 8)
+    assert problem(shape, shape, shape, dtypes=("float64",) * 3, scale=1e300).scale == 1e300
+    assert problem(shape, shape, shape, dtypes=("float32",) * 3, scale=2.3e38).scale == 2.3e38
+
+
 def test_properties():
     p = problem()
     assert (p.group, p.lse_dtype, p.is_empty) == (2, "float32", False)
@@ -124,6 +131,7 @@ WRONG = {
     "scale nan": (dict(scale=math.nan), ValueError, r"scale must be finite; got nan"),
     "scale inf": (dict(scale=-math.inf), ValueError, r"scale must be finite; got -inf"),
     "scale huge": (dict(scale=10**400), ValueError, r"scale must be finite; got 1000"),
+    "scale beyond float32": (dict(scale=-1e39), ValueError, r"scale must be from -2\.359e\+38 to 2\.359e\+38 for float32, .*; got -1e\+39"),
     "scale text": (dict(scale="0.5"), TypeError, r"scale must be a real number or None \(1/sqrt\(head_dim\)\); got '0.5'"),
     "scale bool": (dict(scale=True), TypeError, r"scale must be a real number .*; got True"),
     "scale complex": (dict(scale=1j), TypeError, r"scale must be a real number .*; got 1j"),
