@@ -162,27 +162,20 @@ def _remember(key, call: Call) -> Call:
 
 
 def _apart(facts: dict[str, Facts], direction: str):
-    """See `Call.apart`."""
-    operands, results = (dispatch.OPERANDS, RESULTS[direction]) if direction == "forward" else (dispatch.BACKWARD_OPERANDS[:-1], RESULTS[direction])
+    """See `Call.apart`. It runs in every call with given results, so it is compiled to one flat expression of the addresses."""
+    operands = dispatch.OPERANDS if direction == "forward" else dispatch.BACKWARD_OPERANDS[:-1]
     ends = {name: extent(0, each.shape, each.strides, ITEMSIZE[each.dtype]) for name, each in facts.items()}
-    given = [(operands.index(name), *ends[name]) for name in results if name in facts]
-    read = [(operands.index(name), *ends[name]) for name in operands if name in facts and name not in results]
-    pairs = [(one, other) for n, one in enumerate(given) for other in (*read, *given[n + 1 :])]
-    new = [operands.index(name) for name in results if name not in facts]
-
-    def apart(*addresses):
-        for at in new:
-            if addresses[at] & 15:  # less alignment than plans take for granted
-                return False
-        for at, _, _ in given:
-            if not addresses[at]:
-                return False
-        for (at, low, high), (other, other_low, other_high) in pairs:
-            if addresses[at] + low < addresses[other] + other_high and addresses[other] + other_low < addresses[at] + high:
-                return False
-        return True
-
-    return apart
+    new = [name for name in RESULTS[direction] if name not in facts]
+    given = [name for name in RESULTS[direction] if name in facts]
+    read = [name for name in operands if name in facts and name not in given]
+    conditions = [f"not ({' | '.join(new)}) & 15"] if new else []  # less alignment than plans take for granted
+    conditions += given
+    for n, one in enumerate(given):
+        for other in (*read, *given[n + 1 :]):
+            (low, high), (other_low, other_high) = ends[one], ends[other]
+            conditions.append(f"not {other_low - high} < {one} - {other} < {other_high - low}")
+    arguments = ", ".join((*operands, "*workspace"))
+    return eval(f"lambda {arguments}: bool({' and '.join(conditions)})")
 
 
 def forget() -> None:

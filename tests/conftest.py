@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import os
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import hypothesis
@@ -79,6 +81,20 @@ class Target:
     def run(self, case, **options) -> testing.Accuracy | testing.GradientAccuracy:
         run = testing.run_case if case.direction == "forward" else testing.run_backward_case
         return run(case, self.family, self.library, **options)
+
+    def run_in_threads(self, cases, times: int = 5) -> None:
+        """Each case in a thread of its own, again and again, all at once."""
+        for case in cases:
+            self.run(case)
+        together = threading.Barrier(len(cases), timeout=60)
+
+        def work(case):
+            together.wait()
+            for _ in range(times):
+                self.run(case)
+
+        with ThreadPoolExecutor(len(cases)) as pool:
+            list(pool.map(work, cases))
 
     def run_random(self, strategy, *, examples: int, seed: int = 0) -> None:
         """`run` on cases that Hypothesis draws, the kernels of all of them built in parallel first."""

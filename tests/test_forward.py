@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -107,20 +105,4 @@ def test_lse_is_filled_when_given_and_not_asked_for(target):
 def test_threads_do_not_disturb_each_other(target):
     """Several threads, each with problems of its own, at once."""
     cases = [Case(dtype=target.dtypes[0], seqlen_q=60 + 7 * n, seqlen_k=100, heads=2, causal=bool(n % 2), seed=n) for n in range(4)]
-    for case in cases:
-        target.run(case)
-    failures = []
-
-    def work(case):
-        try:
-            for _ in range(5):
-                target.run(case)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(case,)) for case in cases]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures
+    target.run_in_threads(cases)

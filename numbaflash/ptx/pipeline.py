@@ -12,7 +12,6 @@ from numba.cuda import types
 from . import mbarrier
 from .inline import I32, U32, VOID, emit, llvm_i32, make_intrinsic, pack, unpack
 
-BARRIER_BYTES = 8
 PLACE = types.UniTuple(I32, 2)
 
 
@@ -45,9 +44,6 @@ wait = make_intrinsic(VOID, (U32, PLACE), _wait)
 
 release = make_intrinsic(VOID, (U32, PLACE, I32), _release)
 """``release(ring, place, lane)``: one arrival a warp, of lane 0."""
-
-barrier = make_intrinsic(U32, (U32, PLACE), lambda builder, args, _: barrier_at(builder, *args))
-"""``barrier(ring, place)``: the address of its barrier."""
 
 
 def start(phase):

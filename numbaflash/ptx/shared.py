@@ -19,10 +19,6 @@ def _dynamic_base(builder, args, _):
     return builder.and_(above, ir.Constant(llvm_i32, -1024))
 
 
-dynamic_base = make_intrinsic(U32, (), _dynamic_base)
-"""First address in the kernel's dynamic shared memory that is a multiple of 1024."""
-
-
 store = instruction("st.shared.u32 [$0], $1;", VOID, U32, U32)
 """``store(address, value)``"""
 
@@ -31,7 +27,7 @@ load = instruction("ld.shared.u32 $0, [$1];", I32, U32)
 
 
 def addresses(*offsets):
-    """``f() -> tuple``: addresses in dynamic shared memory, offsets from `dynamic_base`."""
+    """``f() -> tuple``: addresses in dynamic shared memory, offsets from its first multiple of 1024 bytes."""
 
     def generate(builder, args, llvm_result):
         base = _dynamic_base(builder, (), None)

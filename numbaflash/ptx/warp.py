@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from .inline import F32, I32, U32, VOID, instruction
+from .inline import I32, U32, VOID, instruction
 
 shuffle_index = instruction("shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", I32, I32, I32)
 """Value of the named lane. Broadcasting an index from lane 0 tells ptxas that it is uniform over the warp."""
-
-shuffle_xor = instruction("shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", F32, F32, I32)
 
 elect = instruction("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 $0, 1, 0, p;}", U32)
 """1 in one lane of a converged warp, 0 in the others; ptxas needs no divergence loop around what that lane issues."""

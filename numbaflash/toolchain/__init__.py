@@ -6,7 +6,7 @@ from . import cache, log
 from .compile import CompileError, KernelRequest, KernelSource, Ptx, compile_ptx
 from .driver import CudaError, device, device_count, device_of_address, driver_version, unavailable_reason
 from .launch import Array, Launch, Pointer, Scalar, TensorMap, prepare
-from .resources import Resources, ToolMissingError, count_opcodes, loaded_resources, ptxas_report, sass
+from .resources import Resources, ToolMissingError, count_opcodes, kernel_report, loaded_resources, ptxas_report, sass
 
 log.configure()
 
@@ -30,6 +30,7 @@ __all__ = [
     "device_count",
     "device_of_address",
     "driver_version",
+    "kernel_report",
     "loaded_resources",
     "log",
     "prepare",

@@ -32,7 +32,7 @@ _SCALAR = {"int32": "i", "uint32": "I", "int64": "q", "uint64": "Q", "float32": 
 _MAP_BYTES = 128
 
 
-_NAMES = dict.fromkeys((*OPERANDS, *BACKWARD_OPERANDS))
+_NAMES = tuple(dict.fromkeys((*OPERANDS, *BACKWARD_OPERANDS)))
 
 
 def _check_operand(operand):
@@ -164,8 +164,7 @@ class Scalar:
 
 
 def _lower(parameters, operands):
-    """Kernel parameters as the driver sees them: ("map", TensorMap), ("address", (operand number, offset)) or
-    ("bytes", value)."""
+    """Kernel parameters as the driver sees them: ("map", TensorMap), ("address", (operand number, offset)) or ("bytes", value)."""
     for parameter in parameters:
         if isinstance(parameter, TensorMap):
             yield "map", parameter
@@ -197,7 +196,7 @@ _CONFIG_FORMAT = "=8I3Q"  # grid, threads, shared memory, padding; stream, attri
 class _Block:
     """Arguments of one launch in flight. A launch has as many as threads have been inside it at once."""
 
-    __slots__ = ("addresses", "config", "context", "maps", "memory", "parameters", "shifted", "words")
+    __slots__ = ("addresses", "config", "context", "maps", "memory", "parameters", "put", "shifted", "words")
 
     def __init__(self, launch):
         lowered = launch.lowered
@@ -211,6 +210,8 @@ class _Block:
         view = memoryview(self.memory).cast("B")[skip : skip + size]
         self.words = view.cast("Q")
         view[: len(launch.config)] = launch.config
+        write = struct.Struct(f"={len(launch.operands)}Q").pack_into
+        self.put = lambda addresses: write(view, 8 * _ADDRESSES, *addresses)
         self.addresses = None
         self.config = pointer(base)
         self.context = pointer(base + 8 * _CONTEXT)
@@ -233,8 +234,7 @@ class _Block:
     def set_addresses(self, addresses, replace, about):
         self.addresses = None
         words = self.words
-        for i, address in enumerate(addresses, _ADDRESSES):
-            words[i] = address
+        self.put(addresses)
         for word, operand, offset in self.shifted:
             words[word] = addresses[operand] + offset
         for each in self.maps:
@@ -369,7 +369,7 @@ def check_launch(ptx, parameters, grid, threads, shared_bytes, shared_most) -> t
         raise ValueError(f"threads must be the {launch_threads(ptx)} that {ptx.entry} was compiled for; got {threads}")
     if not 0 <= shared_bytes <= shared_most:
         raise ValueError(f"shared_bytes must be from 0 to {shared_most}, the device's limit; got {shared_bytes}")
-    given = [_MAP_BYTES if kind == "map" else 8 if kind == "address" else len(value) for kind, value in _lower(parameters, tuple(_NAMES))]
+    given = [_MAP_BYTES if kind == "map" else 8 if kind == "address" else len(value) for kind, value in _lower(parameters, _NAMES)]
     wanted = parameter_sizes(ptx)
     if given != wanted:
         raise ValueError(f"{ptx.entry} takes parameters of {wanted} bytes; the launch describes {given}: {parameters}")

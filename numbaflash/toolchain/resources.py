@@ -12,8 +12,9 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from .compile import KernelRequest, Ptx, arch_name
+from .compile import KernelRequest, Ptx, arch_name, compile_ptx
 
 
 class ToolMissingError(RuntimeError):
@@ -42,6 +43,17 @@ class Resources:
     spill_loads: int
     shared_bytes: int
     notes: tuple[str, ...] = ()
+
+
+def kernel_report(main: KernelRequest, *others: KernelRequest) -> dict[str, Any]:
+    """What `explain` shows of a plan's kernels, built if need be: registers of the main one, stack, spills and notes of all."""
+    reports = [ptxas_report(compile_ptx(wanted), wanted.arch) for wanted in (main, *others)]
+    return {
+        "registers": reports[0].registers,
+        "stack_bytes": max(report.stack_bytes for report in reports),
+        "spill_bytes": sum(report.spill_stores + report.spill_loads for report in reports),
+        "notes": tuple(note for report in reports for note in report.notes),
+    }
 
 
 _WHEELS = {"ptxas": "nvidia-cuda-nvcc", "nvdisasm": "nvidia-cuda-nvdisasm"}

@@ -96,13 +96,4 @@ def _section(problem: Problem, heads: int) -> int:
 
 def resources(plan: Plan) -> dict[str, Any]:
     """What ptxas says about the kernel of a plan; builds it if need be."""
-    if plan.device.kind == "cpu":
-        return {"simulator": "no machine code"}
-    wanted = request(plan)
-    report = toolchain.ptxas_report(toolchain.compile_ptx(wanted), wanted.arch)
-    return {
-        "registers": report.registers,
-        "stack_bytes": report.stack_bytes,
-        "spill_bytes": report.spill_stores + report.spill_loads,
-        "notes": report.notes,
-    }
+    return {"simulator": "no machine code"} if plan.device.kind == "cpu" else toolchain.kernel_report(request(plan))

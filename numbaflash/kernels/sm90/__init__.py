@@ -95,13 +95,7 @@ def prepare(plan: Plan) -> Launch:
 
 def resources(plan: Plan) -> dict[str, Any]:
     """What ptxas says about the kernel of a plan; builds it if need be."""
-    report = toolchain.ptxas_report(toolchain.compile_ptx(request(plan)), _ARCH)
-    return {
-        "registers": report.registers,
-        "stack_bytes": report.stack_bytes,
-        "spill_bytes": report.spill_stores + report.spill_loads,
-        "notes": report.notes,
-    }
+    return toolchain.kernel_report(request(plan))
 
 
 def parameters(plan: Plan) -> list:

@@ -15,8 +15,28 @@ REGISTERS = {2: (24, 240), 3: (32, 160), 4: (24, 112)}  # of producer and consum
 ROOMY_PRODUCER = (40, 232)  # where the addresses of many panels would spill from 24 registers
 
 
+class Warpgroups:
+    """What follows from the ``consumers``, ``head_dim`` and ``head_dim_v`` of a configuration."""
+
+    __slots__ = ()
+
+    @property
+    def threads(self) -> int:
+        """Of a block: the producer warpgroup's and the consumers'."""
+        return 128 * (self.consumers + 1)
+
+    @property
+    def padded_head_dim(self) -> int:
+        """wgmma steps through K by 16; TMA fills the columns past the head dim with zeros."""
+        return -(-self.head_dim // 16) * 16
+
+    @property
+    def padded_head_dim_v(self) -> int:
+        return -(-self.head_dim_v // 16) * 16
+
+
 @dataclass(frozen=True, slots=True)
-class ForwardConfig:
+class ForwardConfig(Warpgroups):
     """Everything that is compiled into a forward kernel.
 
     Attributes
@@ -73,19 +93,6 @@ class ForwardConfig:
     @property
     def consumers(self) -> int:
         return self.q_tile // 64
-
-    @property
-    def threads(self) -> int:
-        return 128 * (self.consumers + 1)
-
-    @property
-    def padded_head_dim(self) -> int:
-        """wgmma steps through K by 16; TMA fills the columns past the head dim with zeros."""
-        return -(-self.head_dim // 16) * 16
-
-    @property
-    def padded_head_dim_v(self) -> int:
-        return -(-self.head_dim_v // 16) * 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from numba.cuda import types
 from numba.cuda.types import UniTuple, float32, int32, uint64, void
 
 from ...ptx import fragment, mbarrier, pipeline, shared, tma, warp, wgmma
+from ...ptx.index import following, preceding, warpgroup_of, zero
 from ...ptx.straight import straight_line
 from ...toolchain import KernelSource
 from ..bands import BOUNDS, Band
@@ -44,11 +45,6 @@ Consumer = namedtuple("Consumer", "q limits lane turn next_turn scratch scale_lo
 """What a step of the main loop needs beside its state: the descriptor of the warpgroup's Q, the keys that the thread's rows see, ..."""
 
 NO_LSE = np.uint64(0)
-
-zero = straight_line(int32, (), lambda ops: ops.integer(0))
-warpgroup_of = straight_line(int32, (int32,), lambda ops, thread: thread >> 7)
-following = straight_line(int32, (int32,), lambda ops, n: n + 1)
-preceding = straight_line(int32, (int32,), lambda ops, n: n - 1)
 
 
 def build(config: ForwardConfig) -> KernelSource:

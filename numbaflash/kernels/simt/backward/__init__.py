@@ -171,19 +171,8 @@ def prepare(plan: Plan) -> BackwardLaunch:
 
 
 def resources(plan: Plan) -> dict[str, Any]:
-    """What ptxas says about the kernel of the products (registers, spills, notes) and of the others (spills); builds them if need
-    be."""
+    """What ptxas says about the kernel of the products, and the spills of all; builds them if need be."""
     if plan.device.kind == "cpu":
         return {"simulator": "no machine code"}
-    reports = {}
-    for wanted in request(plan):
-        reports[wanted.build] = toolchain.ptxas_report(toolchain.compile_ptx(wanted), wanted.arch)
-    main = reports.get(_BUILD + "gradients:build") or next(iter(reports.values()), None)
-    if main is None:
-        return {}
-    return {
-        "registers": main.registers,
-        "stack_bytes": main.stack_bytes,
-        "spill_bytes": sum(report.spill_stores + report.spill_loads for report in reports.values()),
-        "notes": main.notes,
-    }
+    wanted = sorted(request(plan), key=lambda each: each.build != _BUILD + "gradients:build")
+    return toolchain.kernel_report(*wanted) if wanted else {}

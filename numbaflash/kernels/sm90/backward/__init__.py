@@ -200,10 +200,5 @@ def prepare(plan: Plan) -> BackwardLaunch:
 
 def resources(plan: Plan) -> dict[str, Any]:
     """What ptxas says about the main kernel of a plan, and the spills of all; builds them if need be."""
-    reports = [toolchain.ptxas_report(toolchain.compile_ptx(wanted), _ARCH) for wanted in request(plan)]
-    return {
-        "registers": reports[1].registers,
-        "stack_bytes": max(report.stack_bytes for report in reports),
-        "spill_bytes": sum(report.spill_stores + report.spill_loads for report in reports),
-        "notes": tuple(note for report in reports for note in report.notes),
-    }
+    rows, main, *others = request(plan)
+    return toolchain.kernel_report(main, rows, *others)

@@ -13,6 +13,7 @@ from numba import cuda
 from numba.cuda.types import UniTuple, int32, uint64
 
 from ....ptx import fragment, mbarrier, pipeline, tma, warp, wgmma
+from ....ptx.index import plus
 from ....ptx.straight import straight_line
 from ...bands import KeyBand
 from .config import BackwardConfig, SharedMemory
@@ -24,8 +25,6 @@ MAY_ADD, ADDED = 2, 5  # of the first consumer, shared with the warp that keeps 
 
 Consumer = namedtuple("Consumer", "w thread lane limits k v q_half dout_half pds first_query k_part q_part dout_part columns scale_log2")
 """What a step needs beside its state: descriptors, addresses, and the queries that the thread's keys are seen by."""
-
-plus = straight_line(int32, (int32,) * 2, lambda ops, a, b: a + b)
 
 
 def consumers(config: BackwardConfig, memory: SharedMemory):

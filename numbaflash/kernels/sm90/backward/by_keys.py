@@ -13,6 +13,7 @@ from numba import cuda
 from numba.cuda.types import UniTuple, int32
 
 from ....ptx import fragment, mbarrier, pipeline, tma, warp, wgmma
+from ....ptx.index import plus
 from ....ptx.straight import straight_line
 from ...bands import KeyBand
 from .config import BackwardConfig, SharedMemory
@@ -26,8 +27,6 @@ STAGING = 8  # of the first consumer; one a consumer
 
 Consumer = namedtuple("Consumer", "w thread lane limits k v ds ds_read k_part dq part_ready part_free columns scale_log2")
 """What a step needs beside its state: descriptors, addresses, and the queries that the thread's keys are seen by."""
-
-plus = straight_line(int32, (int32,) * 2, lambda ops, a, b: a + b)
 
 
 def consumers(config: BackwardConfig, memory: SharedMemory):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ....problem import Problem
-from ..config import ALIGNMENT, ELEMENTS
+from ..config import ALIGNMENT, ELEMENTS, Warpgroups
 
 TICKET_BYTES = 256  # before the turns
 ROW_THREADS = 256  # of a block of the kernel that prepares the rows
@@ -15,7 +15,7 @@ PART_ROWS = 64  # of dq that a consumer warpgroup computes in a step
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardConfig:
+class BackwardConfig(Warpgroups):
     """Everything that is compiled into a backward kernel.
 
     Attributes
@@ -64,7 +64,7 @@ class BackwardConfig:
     def overlap(self) -> bool:
         """The product for dK of a block of queries waits, to run beside the probabilities of the next block.
 
-        Measured on an H200: 2 to 6% faster with `columns_apart`, 5 to 10% slower without, and there it spills.
+        Measured on an H200: 2 to 7% faster with `columns_apart`, 3 to 10% slower without, where it also spills under a band.
         """
         return self.columns_apart and self.with_dq and self.with_dk and self.with_dv
 
@@ -87,19 +87,6 @@ class BackwardConfig:
     def last_keys_first(self) -> bool:
         """Whether tiles of later keys add to dq, and run, before those of earlier ones."""
         return self.deterministic and self.right
-
-    @property
-    def threads(self) -> int:
-        return 128 * (self.consumers + 1)
-
-    @property
-    def padded_head_dim(self) -> int:
-        """wgmma steps through K by 16; TMA fills the columns past the head dim with zeros."""
-        return -(-self.head_dim // 16) * 16
-
-    @property
-    def padded_head_dim_v(self) -> int:
-        return -(-self.head_dim_v // 16) * 16
 
     @property
     def with_ds(self) -> bool:

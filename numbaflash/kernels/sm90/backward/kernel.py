@@ -16,6 +16,7 @@ from numba.cuda import types
 from numba.cuda.types import UniTuple, int32, uint64
 
 from ....ptx import bulk, mbarrier, pipeline, shared, tma, warp
+from ....ptx.index import following, plus, preceding, warp_of, warpgroup_of, zero
 from ....ptx.straight import straight_line
 from ....toolchain import KernelSource
 from ... import schedule
@@ -30,13 +31,6 @@ MAY_ADD, ADDED = by_columns.MAY_ADD, by_columns.ADDED
 
 Ring = namedtuple("Ring", "q dout shifts deltas q_full q_empty dout_full dout_empty")
 """Addresses of the first stages of Q, dO and what goes with their rows, and of their barriers."""
-
-zero = straight_line(int32, (), lambda ops: ops.integer(0))
-following = straight_line(int32, (int32,), lambda ops, n: n + 1)
-preceding = straight_line(int32, (int32,), lambda ops, n: n - 1)
-plus = straight_line(int32, (int32,) * 2, lambda ops, a, b: a + b)
-warpgroup_of = straight_line(int32, (int32,), lambda ops, thread: thread >> 7)
-warp_of = straight_line(int32, (int32,), lambda ops, thread: thread >> 5)
 
 
 def build(config: BackwardConfig) -> KernelSource:

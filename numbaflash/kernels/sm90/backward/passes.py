@@ -9,6 +9,7 @@ from numba.cuda import types
 from numba.cuda.types import UniTuple, float32, int32, uint64, void
 
 from ....ptx import fragment, rows, shared, tma, warp
+from ....ptx.index import warpgroup_of, within_warpgroup
 from ....ptx.straight import straight_line
 from ....toolchain import KernelSource
 from .config import PART_ROWS, ROW_THREADS, TICKET_BYTES, BackwardConfig, SharedMemory
@@ -120,14 +121,12 @@ def build_dq(config: BackwardConfig) -> KernelSource:
 
     part_of = straight_line(UniTuple(uint64, 2), (int32, int32, uint64, int32), part_of)
     place_of = straight_line(UniTuple(int32, 4), (int32,) * 4, place_of)
-    warpgroup_of = straight_line(int32, (int32,), lambda ops, thread: thread >> 7)
-    thread_of = straight_line(int32, (int32,), lambda ops, thread: thread & 127)
     columns_apart = not by_rows and parts > 1
 
     def kernel(dq_map, sums, heads, q_blocks, factor):
         tile, tid = cuda.blockIdx.x, cuda.threadIdx.x
         (s_base,) = base()
-        part, thread = warp.shuffle_index(warpgroup_of(tid), 0), thread_of(tid)
+        part, thread = warp.shuffle_index(warpgroup_of(tid), 0), within_warpgroup(tid)
         source, staged = part_of(tid, tile, sums, s_base)
         put(to_16bit(scale(load(source, thread), factor)), staged, thread)
         batch, head, row, barrier = place_of(tile, q_blocks, heads, part)
