@@ -32,13 +32,19 @@ def choose_section(costs: tuple[float, ...], columns: int, blocks: int, column_b
     tries = max(1, min(widest, MOST_SIMULATED // (q_blocks * columns)))
     candidates = {round(1 + i * (widest - 1) / max(1, tries - 1)) for i in range(tries)} | {columns}
     if q_blocks * columns > MOST_SIMULATED:  # so many tiles balance anyway
-        return max(1, min(columns, l2_bytes // max(1, column_bytes)))
+        return fitting_section(columns, column_bytes, l2_bytes)
 
     def duration(section):
         slower = SLOWER_PAST_L2 if section * column_bytes > l2_bytes else 1.0
         return slower * _longest_block(np.array(costs), columns, blocks, section)
 
     return min(sorted(candidates), key=duration)
+
+
+def fitting_section(columns: int, column_bytes: int, l2_bytes: int) -> int:
+    """Heads of a section when all are to be of about one size, and what they read is to fit in the L2 cache together if that can be."""
+    most = max(1, min(columns, l2_bytes // max(1, column_bytes)))
+    return max(1, -(-columns // -(-columns // most)))
 
 
 def _longest_block(costs, columns, blocks, section):

@@ -14,7 +14,7 @@ from .... import toolchain
 from ....dispatch import BACKWARD_OPERANDS, BackwardLaunch, BackwardLayouts, Device, Plan
 from ....problem import ITEMSIZE, Problem, trim_keys
 from ... import sm90
-from ...sections import choose_section
+from ...sections import choose_section, fitting_section
 from ..tensor_maps import refusal, row_major, rows_map
 from .config import PART_ROWS, ROW_THREADS, TICKET_BYTES, BackwardConfig, SharedMemory, backward_config, q_blocks_of_tiles, visible_queries
 
@@ -135,7 +135,10 @@ def _parameters(plan, workspace):
     row_bytes = (problem.head_dim + problem.head_dim_v) * ITEMSIZE[dtype] + 4 * problem.head_dim
     head_bytes = problem.group * problem.seqlen_q * row_bytes
     blocks = min(plan.device.sm_count, len(costs) * columns)
-    section = choose_section(costs if config.last_keys_first else costs[::-1], columns, blocks, head_bytes, _L2_BYTES)
+    if config.deterministic:  # tickets even tiles out; neighbours of a head, of which one waits for the other, had better not start together
+        section = fitting_section(columns, head_bytes, _L2_BYTES)
+    else:
+        section = choose_section(costs[::-1], columns, blocks, head_bytes, _L2_BYTES)
     integers = (
         problem.seqlen_q,
         problem.seqlen_k,
