@@ -42,6 +42,8 @@ ALONE = {
     "very negative lse, window": dict(seqlen_q=140, seqlen_k=140, values="negative", window=(33, 5)),
     "nan in rows without keys": dict(seqlen_q=300, seqlen_k=100, causal=True, hidden="nan", with_dlse=True),
     "inf in rows without keys": dict(seqlen_q=150, seqlen_k=40, heads=4, kv_heads=2, window=(10, 10), causal=True, hidden="inf"),
+    "few keys are seen": dict(seqlen_q=20, seqlen_k=150, causal="top_left", hidden="nan", values="nan"),
+    "few keys are seen, from the left": dict(seqlen_q=20, seqlen_k=150, causal=True, window=(3, None), hidden="nan", values="nan"),
     "few queries see a key": dict(seqlen_q=150, seqlen_k=20, causal="top_left", window=(0, None), hidden="nan", values="nan"),
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from numbaflash.kernels import simt
 from numbaflash.kernels.simt import backward
 from numbaflash.kernels.simt import config as tuning
 from numbaflash.kernels.simt.backward import config as backward_tuning
+from numbaflash.kernels.simt.tiles import copy_width, element_copy_width
 from numbaflash.problem import DTYPES, ITEMSIZE, make_problem
 from numbaflash.testing import BackwardCase, Case
 
@@ -75,11 +77,20 @@ def fields_of(tile):
     return {name: getattr(tile, name) for name in ("warps", "lanes_m", "rows", "columns", "min_blocks")}
 
 
+def check_copies(config, dim, *tiles):
+    """Threads that copy rows of a tile together never write past it."""
+    for rows, vectors in itertools.product(tiles, (False, True)):
+        either = replace(config, vectors=vectors)
+        for width, unit in ((copy_width(either, rows), config.vector if vectors else 1), (element_copy_width(either, rows), 1)):
+            assert dim % (width * unit) == 0 and rows % (config.threads // width) == 0
+
+
 def check_invariants(config, head_dim, head_dim_v):
     """What the kernel takes for granted."""
     assert config.dim >= head_dim and config.dim_v >= head_dim_v
-    for dim in (config.dim, config.dim_v):
-        assert dim % (8 * config.vector) == 0, "a row is copied 128 bytes at a time, and swizzled over 8 units"
+    for dim, tiles in ((config.dim, (config.q_tile, config.kv_tile)), (config.dim_v, (config.kv_tile,))):
+        assert dim % (8 * config.vector) == 0, "a row is swizzled over 8 units"
+        check_copies(config, dim, *tiles)
     assert config.dim_v % (config.lanes_n * config.vector) == 0, "each lane has whole units of the output"
     units = config.kv_tile // config.vector
     assert units and units & (units - 1) == 0, "keys of p are permuted by XOR"
@@ -164,9 +175,7 @@ def check_backward_invariants(config, head_dim, head_dim_v):
     assert config.dim >= head_dim and config.dim_v >= head_dim_v
     for dim in (config.dim, config.dim_v):
         assert dim % (8 * vector) == 0, "a row is swizzled over 8 units"
-        for rows in (config.q_tile, config.kv_tile):
-            width = max(8, config.threads // rows)
-            assert dim % (width * vector) == 0 and rows % (config.threads // width) == 0, "threads copy whole rows"
+        check_copies(config, dim, config.q_tile, config.kv_tile)
     assert config.q_tile % config.step == 0 and config.kv_tile % config.step == 0, "products take whole turns of queries and keys"
     assert config.step % lanes_m == 0 and config.kv_tile // vector >= lanes_m, "rows of p and ds are swizzled over lanes_m units"
     for share, m, n in (

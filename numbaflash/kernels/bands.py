@@ -143,6 +143,23 @@ class KeyBand:
 
         return straight_line(int32, (int32, int32, BOUNDS, int32), body)
 
+    def seen(self):
+        """``f(key, bounds) -> (seen0, seen1)``: 1 where some query sees ``key`` or ``key + 8``, else 0."""
+
+        def body(ops, key, bounds):
+            seqlen_q, seqlen_k, offset, left, right = bounds
+            numbers = []
+            for j in (key, key + 8):
+                seen = j < seqlen_k
+                if self.right:
+                    seen &= j - offset - right < seqlen_q
+                if self.left:
+                    seen &= j - offset + left >= 0
+                numbers.append(ops.truth(seen))
+            return numbers
+
+        return straight_line(UniTuple(int32, 2), (int32, BOUNDS), body)
+
     def limits(self):
         """``f(key, column, bounds) -> (first0, first1, last0, last1)``: queries that see keys ``key`` and ``key + 8``, counted from ``column``.
 

@@ -96,6 +96,18 @@ def normalise_rows(columns):
     return _elementwise(columns, (STATISTICS,), element)
 
 
+def select_rows(columns):
+    """``f(x, (keep0, keep1))``: 0 (whatever x holds) in the one of the thread's two rows whose number is 0."""
+    zero = ir.Constant(llvm_f32, 0.0)
+
+    def generate(builder, args, llvm_result):
+        keep = [builder.icmp_signed("!=", number, ir.Constant(llvm_i32, 0)) for number in unpack(builder, args[1], 2)]
+        values = [builder.select(keep[_row(i)], x, zero) for i, x in enumerate(unpack(builder, args[0], columns // 2))]
+        return pack(builder, llvm_result, values)
+
+    return make_intrinsic(fragment(columns), (fragment(columns), types.UniTuple(I32, 2)), generate)
+
+
 def negate(columns):
     return _elementwise(columns, (), lambda builder, x, i, a: _negate(builder, x))
 

@@ -159,8 +159,20 @@ def to_float64(array):
     if kind == "cupy":
         array = array.get()
     elif hasattr(array, "copy_to_host"):
-        array = array.copy_to_host()
+        array = _numba_to_host(array)
     return np.asarray(array).astype(np.float64)
+
+
+def _numba_to_host(array):
+    """Numba copies no negative strides: copy the bytes that the array spans, and stride there."""
+    if not array.size:
+        return np.empty(array.shape, array.dtype)
+    steps = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]
+    first, end = sum(min(step, 0) for step in steps), sum(max(step, 0) for step in steps) + array.dtype.itemsize
+    address = array.__cuda_array_interface__["data"][0] + first
+    span = {"version": 3, "shape": (end - first,), "typestr": "|u1", "data": (address, False), "strides": None, "stream": None}
+    copied = importlib.import_module("numba.cuda").from_cuda_array_interface(span, owner=array, sync=False).copy_to_host()
+    return np.ndarray(array.shape, array.dtype, buffer=copied, offset=-first, strides=array.strides)
 
 
 def to_numpy(array) -> np.ndarray:

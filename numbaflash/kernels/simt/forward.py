@@ -49,7 +49,7 @@ def build(config: Config) -> KernelSource:
     k_base = q_tile * dim
     v_base = k_base + kv_tile * dim
     p_base = v_base + kv_tile * dim_v
-    q_width, kv_width = tiles.element_copy_width(config), tiles.copy_width(config, config.kv_tile)
+    q_width, kv_width = tiles.element_copy_width(config, config.q_tile), tiles.copy_width(config, config.kv_tile)
     q_mask, k_mask, p_step, p_mask = config.q_mask, config.k_mask, config.p_step, config.p_mask
     asynchronous, write_lse = config.asynchronous, config.write_lse
     bounded_left, bounded_right = config.bounded_left, config.bounded_right

@@ -78,7 +78,7 @@ def copy_scaled(config: Elements, rows: int, dim: int, mask: int):
 
     ``thread_row`` and ``thread_column`` are the thread's number divided by `element_copy_width`, and the remainder.
     """
-    t, width = ArrayTypes.of(config), element_copy_width(config)
+    t, width = ArrayTypes.of(config), element_copy_width(config, rows)
     step = config.threads // width
 
     batch_size = 32  # loads in flight
@@ -131,6 +131,8 @@ def copy_tile(config: Elements, rows: int, dim: int, mask: int = 0):
 
 def _walk(ops, place, rows, row_step, columns, column_step):
     """(row, column, place) of what a thread copies. Each place is a step from the last: fewer registers than as many offsets."""
+    if rows % row_step or columns % column_step:
+        raise ValueError(f"threads that copy {row_step} x {column_step} elements at once would write past a tile of {rows} x {columns}")
     for row in range(0, rows, row_step):
         at = place
         for column in range(0, columns, column_step):
@@ -139,14 +141,15 @@ def _walk(ops, place, rows, row_step, columns, column_step):
         place = ops.moved(place, 1, row_step)
 
 
-def element_copy_width(config: Elements) -> int:
-    """Threads that copy a row together element by element: 128 bytes of shared memory."""
-    return min(config.threads, 8 * config.vector)
+def element_copy_width(config: Elements, rows: int) -> int:
+    """Threads that copy a row together element by element: 128 bytes of shared memory, more where the tile has fewer rows than threads would
+    take at once."""
+    return min(config.threads, max(8 * config.vector, config.threads // rows))
 
 
 def copy_width(config: Elements, rows: int) -> int:
-    """Threads that copy a row of a tile together; more than 8 where the tile has fewer rows than threads would take at once."""
-    return max(8, config.threads // rows) if config.vectors else element_copy_width(config)
+    """Threads that copy a row of a tile together; as `element_copy_width`, in units."""
+    return max(8, config.threads // rows) if config.vectors else element_copy_width(config, rows)
 
 
 def to_compute(ops, config, values):

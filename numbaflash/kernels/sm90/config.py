@@ -157,17 +157,17 @@ def kv_blocks(problem: Problem, config: ForwardConfig) -> np.ndarray:
     return end - first
 
 
-def packed_heads(problem: Problem) -> int:
+def packed_heads(problem: Problem, q_tile: int) -> int:
     """Query heads of a group that share a tile: a power of two up to 64.
 
-    Packing fills tiles that short sequences leave half empty, and with a band a tile of fewer queries sees fewer keys
+    Packing fills tiles that the end of a sequence leaves half empty, and with a band a tile of fewer queries sees fewer keys
     in vain.
     """
     pack = min(64, problem.group & -problem.group)
     if problem.left is not None or problem.right is not None:
         return pack
-    wasted = -problem.seqlen_q % 64
-    return pack if wasted * 8 > problem.seqlen_q else 1
+    apart, packed = pack * -(-problem.seqlen_q // q_tile), -(-problem.seqlen_q * pack // q_tile)
+    return pack if packed * 50 < apart * 49 else 1
 
 
 def forward_config(problem: Problem) -> ForwardConfig:
@@ -200,7 +200,7 @@ def forward_config(problem: Problem) -> ForwardConfig:
         left=problem.left is not None,
         right=problem.right is not None,
         registers=ROOMY_PRODUCER if widest > 128 and d != dv else REGISTERS[tiles["q_tile"] // 64],
-        pack=packed_heads(problem),
+        pack=packed_heads(problem, tiles["q_tile"]),
         negative_scale=problem.scale < 0,
         **tiles,
     )

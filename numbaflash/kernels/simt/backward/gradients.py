@@ -67,7 +67,7 @@ def build(config: Config) -> KernelSource:
     p_base = dout_base + q_tile * dim_v
     ds_base = p_base + (config.buffers - 1) * q_tile * kv_tile
     k_width, v_width, q_width = (
-        shared_tiles.element_copy_width(config),
+        shared_tiles.element_copy_width(config, kv_tile),
         shared_tiles.copy_width(config, kv_tile),
         shared_tiles.copy_width(config, q_tile),
     )

@@ -178,7 +178,7 @@ def _dq_parameters(plan, workspace):
         scale = float(np.float32(problem.scale))
     return [
         rows_map("dq", problem.dtype, plan.layouts.dq, PART_ROWS),
-        toolchain.Pointer("workspace", workspace.sums),
+        *(toolchain.Pointer("workspace", offset) for offset in (workspace.sums, workspace.shifts)),
         toolchain.Scalar("int32", problem.heads),
         toolchain.Scalar("int32", workspace.q_blocks),
         toolchain.Scalar("float32", scale),

@@ -56,6 +56,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     wait_scores_before_dk, wait_value_scores_before_dk = wgmma.wait(2, half), wgmma.wait(1, half)
     wait_dv_before_dq, wait_dk_alone = wgmma.wait(1, dv_part), wgmma.wait(0, d_part)
     scale_dk = fragment.scale(d_part)
+    bounded, select_dk, select_dv = config.left or config.right, fragment.select_rows(d_part), fragment.select_rows(dv_part)
     probabilities, score_gradients = fragment.probabilities(half), fragment.score_gradients(half)
     mask = fragment.mask_band(half, True, config.left, 0.0, q_block)
     to_16bit, dk_to_16bit, dv_to_16bit = (fragment.to_16bit(n, config.element) for n in (half, d_part, dv_part))
@@ -67,7 +68,8 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     values_at, pds_slot = pipeline.slot(memory.row_bytes), pipeline.slot(memory.ds_bytes)
 
     # Index arithmetic.
-    limits_of_keys = KeyBand(kv_tile, q_block, config.left, config.right).limits()
+    band = KeyBand(kv_tile, q_block, config.left, config.right)
+    limits_of_keys, seen_keys = band.limits(), band.seen()
 
     def place_of_thread(ops, tid, warpgroup, n):
         """(consumer, thread in it, lane, first of its two keys, its first query of a block, its first column there)."""
@@ -97,6 +99,8 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     own_v_panels = straight_line(int32, (int32,) * 2, lambda ops, address, consumer: address + consumer * (dv_part // 64 * kv_panel_bytes))
     first_key = straight_line(int32, (int32,), lambda ops, n: n * kv_tile)
     second = straight_line(int32, (int32,), lambda ops, address: address + p_bytes)
+
+    key_of_thread = straight_line(int32, (int32,) * 2, lambda ops, n, thread: n * kv_tile + (thread >> 5) * 16 + ((thread & 31) >> 2))
 
     @inline
     def prepare(tid, warpgroup, n, bounds, s_k, s_v, s_q, s_dout, s_ds, s_dq, scale_log2):
@@ -212,9 +216,12 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
         return step
 
     @inline
-    def leave(dk, dv, n, kv_head, batch, dk_map, dv_map, s_k, s_v, kv_empty, scale_of_dk, my):
+    def leave(dk, dv, n, bounds, kv_head, batch, dk_map, dv_map, s_k, s_v, kv_empty, scale_of_dk, my):
         """dK and dV leave through the shared memory of K and V, whose last use is over."""
         warp.barrier_sync(ALL, 128 * count)
+        if bounded:  # NaN among the queries stays out of keys that none of them sees
+            seen = seen_keys(key_of_thread(n, my.thread), bounds)
+            dk, dv = select_dk(dk, seen), select_dv(dv, seen)
         if with_dv:
             put_dv(dv_to_16bit(dv), own_v_panels(s_v, my.w), my.thread)
         if with_dk:

@@ -57,6 +57,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     wait_dq_dv = wgmma.wait(before_dk, part_columns, dv_columns)
     wait_dv, wait_dq = wgmma.wait(before_dk, dv_columns), wgmma.wait(before_dk, part_columns)
     wait_dk, scale_dk = wgmma.wait(0, d), fragment.scale(d)
+    bounded, select_dk, select_dv = config.left or config.right, fragment.select_rows(d), fragment.select_rows(dv_columns)
     probabilities, score_gradients = fragment.probabilities(q_block), fragment.score_gradients(q_block)
     mask = fragment.mask_band(q_block, True, config.left, 0.0)
     to_16bit, dk_to_16bit, dv_to_16bit = (fragment.to_16bit(n, config.element) for n in (q_block, d, dv_columns))
@@ -67,7 +68,8 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     values_at, ds_slot = pipeline.slot(memory.row_bytes), pipeline.slot(memory.ds_bytes)
 
     # Index arithmetic.
-    limits_of_keys = KeyBand(kv_tile, q_block, config.left, config.right).limits()
+    band = KeyBand(kv_tile, q_block, config.left, config.right)
+    limits_of_keys, seen_keys = band.limits(), band.seen()
 
     def place_of_thread(ops, tid, warpgroup, n):
         """(consumer, thread in it, lane, first of its two keys, first column)."""
@@ -86,6 +88,8 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     places_of_consumer = straight_line(UniTuple(int32, 7), (int32,) * 6, places_of_consumer)
     own_rows = straight_line(int32, (int32,) * 2, lambda ops, address, consumer: address + consumer * (64 * wgmma.ROW_BYTES))
     own_key = straight_line(int32, (int32,) * 2, lambda ops, n, consumer: n * kv_tile + consumer * 64)
+
+    key_of_thread = straight_line(int32, (int32,) * 3, lambda ops, n, w, thread: n * kv_tile + w * 64 + (thread >> 5) * 16 + ((thread & 31) >> 2))
 
     @inline
     def prepare(tid, warpgroup, n, bounds, s_k, s_v, s_q, s_dout, s_ds, s_dq, scale_log2):
@@ -154,9 +158,12 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
         """Nothing is owed after a step: the warps that send dQ away keep the turns."""
 
     @inline
-    def leave(dk, dv, n, kv_head, batch, dk_map, dv_map, s_k, s_v, kv_empty, scale_of_dk, my):
+    def leave(dk, dv, n, bounds, kv_head, batch, dk_map, dv_map, s_k, s_v, kv_empty, scale_of_dk, my):
         """dK and dV leave through the shared memory of this consumer's rows of K and V, whose last use is over."""
         warp.barrier_sync(ALL, 128 * count)
+        if bounded:  # NaN among the queries stays out of keys that none of them sees
+            seen = seen_keys(key_of_thread(n, my.w, my.thread), bounds)
+            dk, dv = select_dk(dk, seen), select_dv(dv, seen)
         if with_dv:
             put_dv(dv_to_16bit(dv), own_rows(s_v, my.w), my.thread)
         if with_dk:

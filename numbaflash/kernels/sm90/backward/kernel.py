@@ -249,7 +249,7 @@ def build(config: BackwardConfig) -> KernelSource:
                     if keep_turns and first < end:
                         settle(my)
                     member = following(member)
-                leave(dk, dv, n, kv_head, batch, dk_map, dv_map, s_k, s_v, kv_empty, scale_of_dk, my)
+                leave(dk, dv, n, bounds, kv_head, batch, dk_map, dv_map, s_k, s_v, kv_empty, scale_of_dk, my)
                 turn = following(turn)
                 tile = tile_of_turn(turn, block, blocks)
 

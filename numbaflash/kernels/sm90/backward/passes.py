@@ -102,10 +102,14 @@ def build_rows(config: BackwardConfig) -> KernelSource:
 
 
 def build_dq(config: BackwardConfig) -> KernelSource:
-    """dQ, scaled and rounded, out of the sum, which holds a block of queries in parts of 64 rows in the order of registers."""
+    """dQ, scaled and rounded, out of the sum, which holds a block of queries in parts of 64 rows in the order of registers.
+
+    Queries that see no key get 0, whatever the keys that their neighbours see have brought into the sum.
+    """
     memory = SharedMemory.of(config)
     parts, columns, by_rows = config.parts, config.part_columns, config.q_block > PART_ROWS
     load, scale, to_16bit = fragment.load_plain(columns), fragment.scale(columns), fragment.to_16bit(columns, config.element)
+    select_rows = fragment.select_rows(columns)
     panel_bytes, panels = PART_ROWS * 128, columns // 64
     put = fragment.store_matrix(columns, panel_bytes)
     store_first, store_second = (tma.store_panels(4, first, panels, panel_bytes) for first in (0, panels))
@@ -119,16 +123,26 @@ def build_dq(config: BackwardConfig) -> KernelSource:
         head = tile // q_blocks
         return [head // heads, head % heads, tile % q_blocks * config.q_block + (part * PART_ROWS if by_rows else 0), part + 1]
 
-    part_of = straight_line(UniTuple(uint64, 2), (int32, int32, uint64, int32), part_of)
-    place_of = straight_line(UniTuple(int32, 4), (int32,) * 4, place_of)
-    columns_apart = not by_rows and parts > 1
+    def seen_rows(ops, shifts, tile, part, thread):
+        """1 for each of the thread's two rows that sees a key."""
+        row = (part * PART_ROWS if by_rows else 0) + (thread >> 5) * 16 + ((thread & 31) >> 2)
+        at = shifts + (ops.wide(tile) * config.q_block + ops.wide(row)) * 4
+        return [ops.truth(ops.load_at(at + 32 * i, at != 0) != math.inf) for i in (0, 1)]
 
-    def kernel(dq_map, sums, heads, q_blocks, factor):
+    part_of = straight_line(UniTuple(uint64, 2), (int32, int32, uint64, int32), part_of)
+    seen_rows = straight_line(UniTuple(int32, 2), (uint64, *(int32,) * 3), seen_rows)
+    place_of = straight_line(UniTuple(int32, 4), (int32,) * 4, place_of)
+    columns_apart, bounded = not by_rows and parts > 1, config.left or config.right
+
+    def kernel(dq_map, sums, shifts, heads, q_blocks, factor):
         tile, tid = cuda.blockIdx.x, cuda.threadIdx.x
         (s_base,) = base()
         part, thread = warp.shuffle_index(warpgroup_of(tid), 0), within_warpgroup(tid)
         source, staged = part_of(tid, tile, sums, s_base)
-        put(to_16bit(scale(load(source, thread), factor)), staged, thread)
+        dq = load(source, thread)
+        if bounded:
+            dq = select_rows(dq, seen_rows(shifts, tile, part, thread))
+        put(to_16bit(scale(dq, factor)), staged, thread)
         batch, head, row, barrier = place_of(tile, q_blocks, heads, part)
         tma.fence_async()
         warp.barrier_sync(barrier, 128)
@@ -139,5 +153,5 @@ def build_dq(config: BackwardConfig) -> KernelSource:
                 store_first(dq_map, staged, row, head, batch)
             tma.wait_stores_read()
 
-    signature = types.void(types.uint64, types.uint64, types.int32, types.int32, types.float32)
+    signature = types.void(types.uint64, types.uint64, types.uint64, types.int32, types.int32, types.float32)
     return KernelSource(kernel, signature, threads=128 * parts, fastmath=False, tensor_maps=(0,))
