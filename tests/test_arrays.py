@@ -562,6 +562,16 @@ def test_numba_device_arrays(gpus, monkeypatch, dtype):
     assert numbaflash.forward(q, k, v, out=out) is out
 
 
+def test_a_broadcast_numba_device_array_keeps_its_strides(gpus):
+    """Numba's interface calls it contiguous when it looks so but for the strides of 0."""
+    told = {name: x.__cuda_array_interface__ for name, x in on_gpu().items()}
+    q, k, v, out = (numba_array(told[name]["shape"], told[name]["data"][0], np.dtype("float32")) for name in ("q", "k", "v", "out"))
+    v = type(v)(v.shape, (0, 8, 4, 0), v.dtype, gpu_data=v.gpu_data)
+    assert v.__cuda_array_interface__["strides"] is None
+    numbaflash.forward(q, k, v, out=out)
+    assert gpus[1][0].layouts.v.strides == (0, 8, 4, 0)
+
+
 def test_numba_device_array_of_two_opaque_bytes(gpus):
     """What `numba.cuda.as_cuda_array` makes of another library's bfloat16."""
     q, k, v = (numba_array(x.__cuda_array_interface__["shape"], GPU, np.dtype("V2")) for x in list(on_gpu().values())[:3])

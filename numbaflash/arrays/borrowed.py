@@ -24,7 +24,11 @@ def adopt(x, name):
     if isinstance(x, type) or not (hasattr(type(x), "__dlpack__") or hasattr(x, "__cuda_array_interface__")):
         return None
     module = type(x).__module__.partition(".")[0]
-    return _LENDERS.setdefault(module, Lender("Numba" if module in ("numba", "numba_cuda") else module))
+    return _LENDERS.setdefault(module, Lender("Numba" if _is_numba(x) else module))
+
+
+def _is_numba(x):
+    return type(x).__module__.partition(".")[0] in ("numba", "numba_cuda")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -229,6 +233,8 @@ def _through_interface(x, name):
         address, shape = int(address or 0), tuple(map(int, told["shape"]))
         dtype = _interface_dtype(x, told["typestr"], name)
         strides = told.get("strides")
+        if strides is None and _is_numba(x):  # Numba calls an array contiguous whose other axes are broadcast
+            strides = x.strides
         strides = contiguous_strides(shape, ITEMSIZE.get(dtype, 1)) if strides is None else tuple(map(int, strides))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise TypeError(f"{name}.__cuda_array_interface__ must be a dict as its protocol says; {error!r}") from error
