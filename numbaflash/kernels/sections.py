@@ -7,11 +7,10 @@ from functools import lru_cache
 import numpy as np
 
 MOST_SIMULATED = 1 << 22  # tile turns that the search below may look at: some 50 ms
-SLOWER_PAST_L2 = 1.08  # measured on an H200 for causal attention whose section's keys and values exceed the L2 cache
 
 
 @lru_cache(maxsize=512)
-def choose_section(costs: tuple[float, ...], columns: int, blocks: int, column_bytes: int, l2_bytes: int) -> int:
+def choose_section(costs: tuple[float, ...], columns: int, blocks: int, column_bytes: int, l2_bytes: int, slower_past_l2: float) -> int:
     """How many heads a section has: the split whose longest block ends first, by simulation.
 
     Parameters
@@ -23,7 +22,9 @@ def choose_section(costs: tuple[float, ...], columns: int, blocks: int, column_b
     blocks : int
         Persistent blocks.
     column_bytes, l2_bytes : int
-        Keys and values of a head, and what the L2 cache holds of them. A section that exceeds it costs more.
+        What is read of a head again and again, and what the L2 cache holds of it.
+    slower_past_l2 : float
+        Factor of the cost of a section that exceeds the cache.
     """
     q_blocks = len(costs)
     if columns == 0 or len(set(costs)) == 1 or q_blocks * columns <= blocks:
@@ -35,7 +36,7 @@ def choose_section(costs: tuple[float, ...], columns: int, blocks: int, column_b
         return fitting_section(columns, column_bytes, l2_bytes)
 
     def duration(section):
-        slower = SLOWER_PAST_L2 if section * column_bytes > l2_bytes else 1.0
+        slower = slower_past_l2 if section * column_bytes > l2_bytes else 1.0
         return slower * _longest_block(np.array(costs), columns, blocks, section)
 
     return min(sorted(candidates), key=duration)

@@ -12,12 +12,15 @@ from .inline import U32, U64, VOID, emit, instruction, make_intrinsic
 
 
 def load(size):
-    """``load(stages, place, source, ring)``: bytes into a stage of a ring; arrives at the barrier of the place and lets it wait for them."""
+    """``load(stages, place, source, ring)``: bytes into a stage of a ring.
+
+    Lets the barrier of the place wait for them without arriving there: another load of the same stage, later, does that.
+    """
 
     def generate(builder, args, _):
         stages, place, source, ring = args
         barrier, shared = pipeline.barrier_at(builder, ring, place), pipeline.slot_at(builder, stages, place, size)
-        emit(builder, ir.VoidType(), [barrier], f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {size};", "r,~{memory}")
+        emit(builder, ir.VoidType(), [barrier], f"mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [$0], {size};", "r,~{memory}")
         text = f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], {size}, [$2];"
         emit(builder, ir.VoidType(), [shared, source, barrier], text, "r,l,r,~{memory}")
 

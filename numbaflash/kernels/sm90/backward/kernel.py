@@ -55,8 +55,7 @@ def build(config: BackwardConfig) -> KernelSource:
     addresses = shared.addresses(memory.k, memory.v, memory.q, memory.dout, memory.ds, memory.dq, memory.shifts, memory.deltas, *barriers)
     ticket_slot = shared.addresses(memory.ticket)
     init_kv_full, init_kv_empty = mbarrier.init_ring(1, 2 if with_ds else 1), mbarrier.init_ring(1, 1 if config.columns_apart else consumers)
-    init_q_full, init_dout_full = mbarrier.init_ring(stages, 2), mbarrier.init_ring(stages, 2 if with_ds else 1)
-    init_empty = mbarrier.init_ring(stages, 4 * consumers)
+    init_full, init_empty = mbarrier.init_ring(stages, 1), mbarrier.init_ring(stages, 4 * consumers)
 
     # Index arithmetic.
     blocks_of_tile, turn_of = band.of_tile(), band.turn(config.last_keys_first)
@@ -100,9 +99,9 @@ def build(config: BackwardConfig) -> KernelSource:
         if tid == 0:
             init_kv_full(kv_full)
             init_kv_empty(kv_empty)
-            init_q_full(q_full)
+            init_full(q_full)
             init_empty(q_empty)
-            init_dout_full(dout_full)
+            init_full(dout_full)
             init_empty(dout_empty)
             mbarrier.fence_init()
             if deterministic:
@@ -143,12 +142,12 @@ def build(config: BackwardConfig) -> KernelSource:
                                 shifts_at, deltas_at = rows_at(shifts, deltas, plus(before, m))
                                 row = row_of(m, first_query)
                                 pipeline.wait(q_empty, place)
-                                load_q(s_q, place, q_map, q_full, row, head, batch)
                                 load_row(s_shifts, place, shifts_at, q_full)
+                                load_q(s_q, place, q_map, q_full, row, head, batch)
                                 pipeline.wait(dout_empty, place)
-                                load_dout(s_dout, place, dout_map, dout_full, row, head, batch)
                                 if with_ds:
                                     load_row(s_deltas, place, deltas_at, dout_full)
+                                load_dout(s_dout, place, dout_map, dout_full, row, head, batch)
                                 place = advance(place)
                                 m = following(m)
                             member = following(member)
