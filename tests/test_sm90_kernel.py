@@ -103,7 +103,7 @@ def test_the_cost_of_tiles_is_what_the_band_needs():
 @pytest.mark.parametrize(("q_blocks", "columns", "blocks"), [(4, 512, 132), (43, 7, 132), (1, 5, 3), (16, 33, 8)])
 def test_the_schedule_runs_every_tile_once(q_blocks, columns, blocks):
     costs = tuple(float(i + 1) for i in range(q_blocks))
-    section = sections.choose_section(costs, columns, blocks, 1 << 20, 1 << 25, slower_past_l2=1.1)
+    section = sections.choose_section(costs, columns, blocks, 1 << 20, 1 << 25, 1.1, 4)
     tiles, seen = q_blocks * columns, set()
     for block in range(blocks):
         for turn in range(tiles // blocks + 2):
@@ -117,14 +117,14 @@ def test_the_schedule_runs_every_tile_once(q_blocks, columns, blocks):
 
 def test_the_section_balances_causal_tiles():
     costs = np.array([2.0, 3, 4, 5])
-    section = sections.choose_section(tuple(costs), 512, 132, 1 << 18, 36 << 20, 1.1)
+    section = sections.choose_section(tuple(costs), 512, 132, 1 << 18, 36 << 20, 1.1, 4)
     even = costs.sum() * 512 / 132
     assert sections._longest_block(costs, 512, 132, section) < 1.02 * even
     assert sections._longest_block(costs, 512, 132, 64) > 1.3 * even, "else the search has nothing to find"
 
 
 def test_equal_tiles_go_head_by_head():
-    assert sections.choose_section((3.0, 3.0), 100, 132, 1, 1, 1.1) == 1
+    assert sections.choose_section((3.0, 3.0), 100, 132, 1, 1, 1.1, 4) == 1
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,9 @@ MOST_SIMULATED = 1 << 22  # tile turns that the search below may look at: some 5
 
 
 @lru_cache(maxsize=512)
-def choose_section(costs: tuple[float, ...], columns: int, blocks: int, column_bytes: int, l2_bytes: int, slower_past_l2: float) -> int:
+def choose_section(
+    costs: tuple[float, ...], columns: int, blocks: int, column_bytes: int, l2_bytes: int, slower_past_l2: float, enough_sharers: float
+) -> int:
     """How many heads a section has: the split whose longest block ends first, by simulation.
 
     Parameters
@@ -25,6 +27,8 @@ def choose_section(costs: tuple[float, ...], columns: int, blocks: int, column_b
         What is read of a head again and again, and what the L2 cache holds of it.
     slower_past_l2 : float
         Factor of the cost of a section that exceeds the cache.
+    enough_sharers : float
+        Blocks at work on one head, from which on exceeding the cache costs nothing: what one of them has read, the others find there.
     """
     q_blocks = len(costs)
     if columns == 0 or len(set(costs)) == 1 or q_blocks * columns <= blocks:
@@ -36,7 +40,7 @@ def choose_section(costs: tuple[float, ...], columns: int, blocks: int, column_b
         return fitting_section(columns, column_bytes, l2_bytes)
 
     def duration(section):
-        slower = slower_past_l2 if section * column_bytes > l2_bytes else 1.0
+        slower = slower_past_l2 if section * column_bytes > l2_bytes and blocks < enough_sharers * section else 1.0
         return slower * _longest_block(np.array(costs), columns, blocks, section)
 
     return min(sorted(candidates), key=duration)

@@ -107,7 +107,7 @@ def parameters(plan: Plan) -> list:
     columns = problem.batch * problem.heads // config.pack
     column_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype] // max(1, problem.group // config.pack)
     costs = tuple((blocks_of_tile + _TILE_COST).tolist())
-    section = choose_section(costs, columns, plan.grid[0], column_bytes, _L2_BYTES, _SLOWER_PAST_L2)
+    section = choose_section(costs, columns, plan.grid[0], column_bytes, _L2_BYTES, _SLOWER_PAST_L2, math.inf)
     scale_log2 = abs(problem.scale or _TINY_SCALE) * math.log2(math.e)
     integers = (
         problem.seqlen_q,

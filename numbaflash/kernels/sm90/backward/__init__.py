@@ -21,7 +21,7 @@ from .config import PART_ROWS, ROW_THREADS, TICKET_BYTES, BackwardConfig, Shared
 _BUILD = "numbaflash.kernels.sm90.backward."
 _ARCH = (9, 0, "a")
 _L2_BYTES = 36 * 2**20  # of the H200's 60 MB, what the query heads in flight may read and add to
-_SLOWER_PAST_L2 = 1.0  # measured on an H200: sections of all heads, 268 MB, are as fast as any that even out as well
+_SLOWER_PAST_L2 = 1.15  # measured on an H200 where fewer than head_dim / 32 blocks are at work on a head; more lose nothing
 _TILE_COST = 1.5  # start and end of a tile, in blocks of queries
 
 
@@ -139,7 +139,7 @@ def _parameters(plan, workspace):
     if config.deterministic:  # tickets even tiles out; neighbours of a head, of which one waits for the other, had better not start together
         section = fitting_section(columns, head_bytes, _L2_BYTES)
     else:
-        section = choose_section(costs[::-1], columns, blocks, head_bytes, _L2_BYTES, _SLOWER_PAST_L2)
+        section = choose_section(costs[::-1], columns, blocks, head_bytes, _L2_BYTES, _SLOWER_PAST_L2, max(problem.head_dim, problem.head_dim_v) / 32)
     integers = (
         problem.seqlen_q,
         problem.seqlen_k,
