@@ -6,6 +6,12 @@ library. The alignment of ``causal`` and ``window`` is settled here too: a kerne
     ``i + offset - left <= j <= i + offset + right``
 
 of keys ``j`` that query ``i`` may see, where a bound that excludes nothing is ``None``.
+
+**Alignment.** Query i stands beside key ``i + offset``: causal, window and ALiBi all count from there. The last query of a batch entry stands
+beside its last key, ``offset = length_k - length_q``, so that a query sees the same keys whether or not padding follows; only
+``causal="top_left"`` stands the first query beside the first key, ``offset = 0``. The lengths are ``seqlen_q`` and ``seqlen_k``, or those that
+``seqlens_q`` and ``seqlens_k`` hold for the entry: then each entry has an offset of its own, which only the device knows
+(`Problem.offset_per_entry`). A length above the capacity of the array counts as the capacity, a negative one as 0.
 """
 
 from __future__ import annotations
@@ -18,12 +24,23 @@ from dataclasses import dataclass, replace
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 NEEDS = ("q", "k", "v")
-"""Inputs that have gradients."""
+"""Inputs that always have gradients."""
+
+OPTIONS = ("mask", "bias", "alibi_slopes", "sinks", "seqlens_q", "seqlens_k")
+"""Arrays that a problem may have beyond q, k and v."""
+
+DIFFERENTIABLE_OPTIONS = ("bias", "sinks")
+"""Those of them that have gradients."""
 
 MAX_HEAD_DIM = 256
 MAX_SEQLEN = 2**30  # row and key numbers, and their sums with the offset, stay within int32
 MAX_SCALE = (2 - 2**-23) * 2.0**127 / math.log2(math.e)  # but for float64
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+MIN_SOFTCAP = 2.0**-126  # kernels hold softcap * log2(e) and scale / softcap in float32, but for float64
+DROPOUT_STEPS = 2**16
+"""Dropout draws 16 bits for each pair, so the probability is a multiple of ``1 / DROPOUT_STEPS``."""
+
+LENGTH_DTYPES = ("int32", "int64")
+ITEMSIZE = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
 
 
 class UnsupportedError(NotImplementedError):
@@ -47,7 +64,27 @@ class Problem:
     offset : int
         Query i stands beside key i + offset: seqlen_k - seqlen_q, or 0 for ``causal="top_left"``.
     left, right : int or None
-        Keys visible to the left and to the right of that place, inclusive; ``None`` where the bound excludes nothing.
+        Keys visible to the left and to the right of that place, inclusive; ``None`` where the bound excludes nothing, whatever the lengths.
+    offset_per_entry : bool
+        The place depends on ``seqlens_q`` and ``seqlens_k``: the offset of a batch entry is its ``length_k - length_q``, and `offset` is that of
+        full lengths. Never without a bound or ALiBi.
+    softcap : float or None
+        Scores become ``softcap * tanh(score / softcap)`` before anything is added to them.
+    mask : tuple of int or None
+        4 axes (batch, heads, seqlen_q, seqlen_k), each of full size or 1; bool, True where the query may see the key.
+    bias : tuple of int or None
+        Likewise; added to the scores.
+    bias_dtype : str or None
+    alibi : tuple of int or None
+        (1, heads) or (batch, heads) slopes, float32: ``-slope * abs(i + offset - j)`` is added to the scores.
+    sinks : bool
+        There is one more logit a head, (heads,) of `lse_dtype`: it joins the softmax of each query as a key without a value would, and is
+        neither capped, biased nor dropped.
+    dropout : float
+        Probability of a weight to be dropped, a multiple of 2**-16; kept ones are divided by ``1 - dropout``. 0 is none. The seed is no part of
+        the problem.
+    seqlens_q, seqlens_k : str or None
+        dtype of the (batch,) lengths, int32 or int64. Queries and keys from there on take no part; the values are known to the device alone.
     """
 
     dtype: str
@@ -62,6 +99,16 @@ class Problem:
     offset: int = 0
     left: int | None = None
     right: int | None = None
+    offset_per_entry: bool = False
+    softcap: float | None = None
+    mask: tuple[int, int, int, int] | None = None
+    bias: tuple[int, int, int, int] | None = None
+    bias_dtype: str | None = None
+    alibi: tuple[int, int] | None = None
+    sinks: bool = False
+    dropout: float = 0.0
+    seqlens_q: str | None = None
+    seqlens_k: str | None = None
 
     @property
     def group(self) -> int:
@@ -97,30 +144,76 @@ class Problem:
     def lse_shape(self):
         return (self.batch, self.heads, self.seqlen_q)
 
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The arrays of `OPTIONS` that the problem has."""
+        return tuple(name for name in OPTIONS if self._option(name) is not None)
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What the problem has beyond q, k, v and a band, by the names of the arguments: its kernels must have it, too."""
+        return (*(("softcap",) if self.softcap else ()), *self.options, *(("dropout",) if self.dropout else ()))
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """Inputs that have gradients, in the order in which they are returned."""
+        return NEEDS + tuple(name for name in self.options if name in DIFFERENTIABLE_OPTIONS)
+
+    def _option(self, name):
+        """(shape, dtype) of one of `OPTIONS`, None when the problem has none."""
+        return {
+            "mask": self.mask and (self.mask, "bool"),
+            "bias": self.bias and (self.bias, self.bias_dtype),
+            "alibi_slopes": self.alibi and (self.alibi, "float32"),
+            "sinks": ((self.heads,), self.lse_dtype) if self.sinks else None,
+            "seqlens_q": self.seqlens_q and ((self.batch,), self.seqlens_q),
+            "seqlens_k": self.seqlens_k and ((self.batch,), self.seqlens_k),
+        }[name]
+
     def shape_of(self, operand: str) -> tuple[int, ...]:
-        """Shape of an operand of a forward or backward call, one of `numbaflash.dispatch.BACKWARD_OPERANDS` but the workspace."""
-        return getattr(self, f"{_primal(operand)}_shape")
+        """Shape of an operand of a forward or backward call but the workspace, a gradient too; mask and bias with all 4 axes, ALiBi slopes with 2."""
+        name = _primal(operand)
+        return self._present_option(name)[0] if name in OPTIONS else getattr(self, f"{name}_shape")
 
     def dtype_of(self, operand: str) -> str:
         """Element type of an operand."""
-        return self.lse_dtype if _primal(operand) == "lse" else self.dtype
+        name = _primal(operand)
+        return self._present_option(name)[1] if name in OPTIONS else self.lse_dtype if name == "lse" else self.dtype
+
+    def _present_option(self, name):
+        found = self._option(name)
+        if found is None:
+            raise ValueError(f"the problem has no {name}")
+        return found
 
     @property
     def sees_nothing(self) -> bool:
-        """There is no pair of a query and a key (where there are both, some query sees some key): every gradient is 0 or has no element."""
-        return self.is_empty or not self.seqlen_k
+        """There is no pair of a query and a key, whatever masks and lengths hold: every gradient is 0 or has no element.
+
+        Not so with sinks: without keys they are the whole softmax, so ``dlse`` reaches them.
+        """
+        return self.is_empty or not (self.seqlen_k or self.sinks)
 
     @property
     def visible_pairs(self) -> int:
-        """Number of (query, key) pairs a head computes, the basis of every FLOP count."""
+        """Number of (query, key) pairs a head computes, the basis of every FLOP count: those in the band of a batch entry of full lengths. Masks and
+        lengths, which the host does not know, leave at most as many."""
         if self.left is None and self.right is None:
             return self.seqlen_q * self.seqlen_k
-        return sum(max(0, hi - lo) for lo, hi in map(self.key_range, range(self.seqlen_q)))
+        return sum(max(0, hi - lo) for lo, hi in (self._keys(query, self.offset, self.offset) for query in range(self.seqlen_q)))
 
     def key_range(self, query: int) -> tuple[int, int]:
-        """First visible key of a query, and one past its last (an empty range when it sees none)."""
-        lo = 0 if self.left is None else max(0, query + self.offset - self.left)
-        hi = self.seqlen_k if self.right is None else min(self.seqlen_k, query + self.offset + self.right + 1)
+        """First key that a query may see, and one past the last (an empty range when it sees none): with lengths or a mask, no key outside is
+        visible in any batch entry; which ones inside are, only the device knows."""
+        if not self.offset_per_entry:
+            return self._keys(query, self.offset, self.offset)
+        shortest_q = query + 1 if self.seqlens_q else self.seqlen_q  # of the entries that have this query
+        return self._keys(query, (0 if self.seqlens_k else self.seqlen_k) - self.seqlen_q, self.seqlen_k - shortest_q)
+
+    def _keys(self, query, first_offset, last_offset):
+        """Keys in the band of a query, for any offset from the first to the last."""
+        lo = 0 if self.left is None else max(0, query + first_offset - self.left)
+        hi = self.seqlen_k if self.right is None else min(self.seqlen_k, query + last_offset + self.right + 1)
         return lo, max(lo, hi)
 
 
@@ -129,7 +222,24 @@ def _primal(operand):
     return operand.removeprefix("d")
 
 
-def make_problem(q_shape, k_shape, v_shape, dtypes, *, scale=None, causal=False, window=None) -> Problem:
+def make_problem(
+    q_shape,
+    k_shape,
+    v_shape,
+    dtypes,
+    *,
+    scale=None,
+    causal=False,
+    window=None,
+    softcap=None,
+    mask=None,
+    bias=None,
+    alibi_slopes=None,
+    sinks=None,
+    dropout=0.0,
+    seqlens_q=None,
+    seqlens_k=None,
+) -> Problem:
     """Check the user's arguments and describe the problem.
 
     Parameters
@@ -139,6 +249,14 @@ def make_problem(q_shape, k_shape, v_shape, dtypes, *, scale=None, causal=False,
         dtype names of q, k and v.
     scale, causal, window
         As `numbaflash.forward` takes them.
+    softcap : float, optional
+        Finite and positive. 0 is refused: some libraries mean "no cap" by it, yet the formula's limit at 0 makes every score 0.
+    mask, bias, alibi_slopes, sinks, seqlens_q, seqlens_k : (tuple of int, str), optional
+        Shape and dtype of these arrays: mask bool and bias a float, of up to 4 axes that broadcast to (batch, heads, seqlen_q, seqlen_k), heads
+        being those of q; alibi_slopes float32, (heads,) or (batch, heads); sinks float32 (float64 for float64), (heads,); lengths int32 or int64,
+        (batch,).
+    dropout : float, optional
+        From 0 to below 1, taken to the nearest multiple of 2**-16 (but never to 0 or 1), of which results are exactly unbiased.
 
     Raises
     ------
@@ -175,7 +293,14 @@ def make_problem(q_shape, k_shape, v_shape, dtypes, *, scale=None, causal=False,
     for name, n in (("q", seqlen_q), ("k", seqlen_k)):
         if n > MAX_SEQLEN:
             raise ValueError(f"{name} must have at most {MAX_SEQLEN} rows (axis 1); got {n}")
-    offset, left, right = _band(seqlen_q, seqlen_k, causal, window)
+    full = (batch, heads, seqlen_q, seqlen_k)
+    mask = None if mask is None else _check_mask(mask, full)
+    bias, bias_dtype = (None, None) if bias is None else _check_bias(bias, full, dtype)
+    alibi = None if alibi_slopes is None else _check_slopes(alibi_slopes, batch, heads)
+    lengths = {name: given and _check_lengths(name, given, batch) for name, given in (("seqlens_q", seqlens_q), ("seqlens_k", seqlens_k))}
+    offset, left, right = _band(seqlen_q, seqlen_k, causal, window, alibi is not None)
+    placed = alibi is not None or left is not None or right is not None
+    scale = _check_range(check_scale(scale, head_dim), dtype)
     return Problem(
         dtype=dtype,
         batch=batch,
@@ -185,10 +310,19 @@ def make_problem(q_shape, k_shape, v_shape, dtypes, *, scale=None, causal=False,
         kv_heads=kv_heads,
         head_dim=head_dim,
         head_dim_v=head_dim_v,
-        scale=_check_range(check_scale(scale, head_dim), dtype),
+        scale=scale,
         offset=offset,
         left=left,
         right=right,
+        offset_per_entry=placed and any(lengths.values()) and check_causal(causal) != "top_left" and 0 not in (seqlen_q, seqlen_k),
+        softcap=_check_softcap_range(check_softcap(softcap), scale, dtype),
+        mask=mask,
+        bias=bias,
+        bias_dtype=bias_dtype,
+        alibi=alibi,
+        sinks=sinks is not None and _check_sinks(sinks, heads, dtype),
+        dropout=check_dropout(dropout),
+        **lengths,
     )
 
 
@@ -225,6 +359,120 @@ def _check_range(scale: float, dtype: str) -> float:
     if dtype != "float64" and abs(scale) > MAX_SCALE:
         raise ValueError(f"scale must be from -{MAX_SCALE:.4g} to {MAX_SCALE:.4g} for {dtype}, whose scores are computed in float32; got {scale!r}")
     return scale
+
+
+def check_softcap(softcap) -> float | None:
+    if softcap is None:
+        return None
+    if isinstance(softcap, bool) or not isinstance(softcap, numbers.Real):
+        raise TypeError(f"softcap must be a real number or None (no cap); got {softcap!r}")
+    try:
+        value = float(softcap)
+    except OverflowError:
+        value = math.inf
+    if not (math.isfinite(value) and value > 0):
+        hint = ". None is no cap" if value == 0 else ""
+        raise ValueError(f"softcap must be finite and positive; got {softcap!r}{hint}")
+    return value
+
+
+def _check_softcap_range(softcap, scale, dtype):
+    if softcap is None or dtype == "float64":
+        return softcap
+    if not MIN_SOFTCAP <= softcap <= MAX_SCALE:
+        raise ValueError(
+            f"softcap must be from {MIN_SOFTCAP:.4g} to {MAX_SCALE:.4g} for {dtype}, whose scores are computed in float32; got {softcap!r}"
+        )
+    if abs(scale) / softcap > MAX_SCALE:
+        raise ValueError(f"scale / softcap must be at most {MAX_SCALE:.4g} for {dtype}; got scale {scale!r} and softcap {softcap!r}")
+    return softcap
+
+
+def check_dropout(dropout) -> float:
+    """The probability as it is drawn: the nearest multiple of 2**-16 that is neither 0 nor 1, and 0 for 0."""
+    if isinstance(dropout, bool) or not isinstance(dropout, numbers.Real):
+        raise TypeError(f"dropout must be a real number, the probability of a weight to be dropped; got {dropout!r}")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout must be at least 0 and below 1; got {dropout!r}")
+    return min(max(round(float(dropout) * DROPOUT_STEPS), 1), DROPOUT_STEPS - 1) / DROPOUT_STEPS if dropout else 0.0
+
+
+def check_seed(seed, dropout: float) -> int:
+    """The 64-bit seed of a dropout mask; without dropout it may be None.
+
+    Raises
+    ------
+    TypeError
+        For anything but an integer on the host: reading an array could wait for a device.
+    ValueError
+        For one that has no 64 bits, and for None with dropout.
+    """
+    if seed is None:
+        if dropout:
+            raise ValueError("dropout needs a seed, an integer that is a new one for each call and the same for its backward; got seed=None")
+        return 0
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
+        raise TypeError(f"seed must be an integer; got {seed!r}")
+    value = int(seed)
+    if not 0 <= value < 2**64:
+        raise ValueError(f"seed must be at least 0 and below 2**64; got {seed!r}")
+    return value
+
+
+def _check_broadcast(name, shape, full) -> tuple[int, int, int, int]:
+    """The shape with all 4 axes."""
+    shape = tuple(int(n) for n in shape)
+    if len(shape) > 4:
+        raise ValueError(f"{name} must have at most 4 axes (batch, heads, seqlen_q, seqlen_k); got {len(shape)} axes, shape {shape}")
+    padded = (1,) * (4 - len(shape)) + shape
+    if any(n not in (1, m) for n, m in zip(padded, full, strict=True)):
+        raise ValueError(f"{name} must broadcast to (batch, heads, seqlen_q, seqlen_k) = {full}, heads being those of q; got shape {shape}")
+    return padded
+
+
+def _check_mask(mask, full):
+    shape, dtype = mask
+    if dtype != "bool":
+        hint = "Numbers that are added to the scores are a bias" if "float" in dtype else "Compare it with 0 first: mask != 0"
+        raise TypeError(f"mask must be bool, True where a query may see a key; got dtype {dtype}. {hint}")
+    return _check_broadcast("mask", shape, full)
+
+
+def _check_bias(bias, full, dtype):
+    shape, own = bias
+    allowed = DTYPES if dtype == "float64" else DTYPES[:3]
+    if own not in allowed:
+        hint = ". Pass what hides keys as mask" if own == "bool" else ""
+        raise TypeError(f"bias must be one of {', '.join(allowed)} for q of {dtype}; got dtype {own}{hint}")
+    return _check_broadcast("bias", shape, full), own
+
+
+def _check_slopes(slopes, batch, heads):
+    shape, dtype = slopes
+    if dtype != "float32":
+        raise TypeError(f"alibi_slopes must be float32; got dtype {dtype}")
+    if tuple(shape) not in ((heads,), (batch, heads)):
+        raise ValueError(f"alibi_slopes must have shape (heads,) = {(heads,)} or (batch, heads) = {(batch, heads)}; got {tuple(shape)}")
+    return (1, heads) if len(shape) == 1 else (batch, heads)
+
+
+def _check_sinks(sinks, heads, dtype) -> bool:
+    shape, own = sinks
+    want = "float64" if dtype == "float64" else "float32"
+    if own != want:
+        raise TypeError(f"sinks must be {want} for q of {dtype}; got dtype {own}")
+    if tuple(shape) != (heads,):
+        raise ValueError(f"sinks must have shape (heads,) = {(heads,)}; got {tuple(shape)}")
+    return True
+
+
+def _check_lengths(name, lengths, batch) -> str:
+    shape, dtype = lengths
+    if dtype not in LENGTH_DTYPES:
+        raise TypeError(f"{name} must be int32 or int64; got dtype {dtype}")
+    if tuple(shape) != (batch,):
+        raise ValueError(f"{name} must have shape (batch,) = {(batch,)}; got {tuple(shape)}")
+    return dtype
 
 
 def check_flag(name, value) -> bool:
@@ -266,8 +514,12 @@ def check_window(window):
     return tuple(sides)
 
 
-def _band(seqlen_q, seqlen_k, causal, window):
-    """(offset, left, right); a bound that excludes no pair becomes None, so it costs nothing and fits int32."""
+def _band(seqlen_q, seqlen_k, causal, window, placed=False):
+    """(offset, left, right); a bound that excludes no pair becomes None, so it costs nothing and fits int32.
+
+    Shorter lengths bring no pair further from its place than full lengths do, so what excludes nothing there never does. ``placed`` keeps the
+    offset for ALiBi.
+    """
     causal = check_causal(causal)
     left, right = check_window(window)
     offset = 0 if causal == "top_left" else seqlen_k - seqlen_q
@@ -277,25 +529,29 @@ def _band(seqlen_q, seqlen_k, causal, window):
         left = None
     if right is not None and right >= seqlen_k - 1 - offset:
         right = None
-    if left is None and right is None:
+    if left is None and right is None and not placed:
         offset = 0
     elif not seqlen_q or not seqlen_k:
         offset, left, right = 0, None, None
     return offset, left, right
 
 
-def check_needs(needs) -> tuple[str, ...]:
-    """The inputs whose gradients are wanted, in the order q, k, v."""
+def check_needs(needs, options=()) -> tuple[str, ...]:
+    """The inputs whose gradients are wanted, in the order q, k, v, bias, sinks. The last two only where they are among the options of the call."""
     if isinstance(needs, (str, bytes, Mapping)):
         raise TypeError(f'needs must be a tuple of "q", "k" and "v"; got {needs!r}')
     try:
         names = list(needs)
     except TypeError:
         raise TypeError(f'needs must be a tuple of "q", "k" and "v"; got {needs!r}') from None
+    allowed = NEEDS + tuple(name for name in DIFFERENTIABLE_OPTIONS if name in options)
     for name in names:
-        if not isinstance(name, str) or name not in NEEDS:
-            raise ValueError(f'needs must hold nothing but "q", "k" and "v"; got {name!r}')
-    return tuple(name for name in NEEDS if name in names)
+        if isinstance(name, str) and name in DIFFERENTIABLE_OPTIONS and name not in allowed:
+            raise ValueError(f'needs holds "{name}", but no {name} was given; got needs={needs!r}')
+        if not isinstance(name, str) or name not in allowed:
+            listed = ", ".join(f'"{each}"' for each in allowed[:-1])
+            raise ValueError(f'needs must hold nothing but {listed} and "{allowed[-1]}"; got {name!r}')
+    return tuple(name for name in allowed if name in names)
 
 
 def check_saved(name, shape, dtype, *, want_shape, want_dtype):
@@ -320,13 +576,18 @@ def check_result(name, shape, dtype, *, want_shape, want_dtype, readonly):
 
 
 def trim_keys(problem: Problem) -> tuple[Problem, int]:
-    """The same problem over only those keys that some query sees, and the number of keys before them.
+    """The same problem over only those keys that some query may see, and the number of keys before them.
 
-    What no query may see then lies outside the problem: whatever it holds cannot reach a result.
+    What no query may see then lies outside the problem: whatever it holds cannot reach a result. A mask and a bias are cut like the keys (their
+    shapes here say so); dropout goes on counting keys from the first of all. Where the place of a query depends on lengths, nothing is cut.
     """
-    if not problem.seqlen_q or not problem.seqlen_k:
+    if not problem.seqlen_q or not problem.seqlen_k or problem.offset_per_entry:
         return problem, 0
     first = 0 if problem.left is None else min(max(0, problem.offset - problem.left), problem.seqlen_k)
     end = problem.seqlen_k if problem.right is None else max(0, min(problem.seqlen_k, problem.seqlen_q + problem.offset + problem.right))
     end = max(first, end)
-    return replace(problem, seqlen_k=end - first, offset=problem.offset - first), first
+
+    def cut(shape):
+        return shape if shape is None or shape[3] == 1 else (*shape[:3], end - first)
+
+    return replace(problem, seqlen_k=end - first, offset=problem.offset - first, mask=cut(problem.mask), bias=cut(problem.bias)), first

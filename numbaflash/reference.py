@@ -1,25 +1,26 @@
-"""The contract in float64 NumPy: what every kernel must compute. Slow, plain, and of size Sq x Sk."""
+"""The contract in float64 NumPy: what every kernel must compute. Slow, plain, and of size Sq x Sk.
+
+For each batch entry and query head,
+
+    ``score = softcap(scale * q @ k.T) + alibi + bias``, -inf where the query may not see the key,
+    ``weights = exp(score - lse)`` with ``lse = log(sum(exp(score)) + exp(sink))``,
+    ``out = (weights * kept / (1 - dropout)) @ v``,
+
+where ``softcap(x) = c * tanh(x / c)`` and ``alibi = -slope * abs(i + offset - j)``. What a query may see is decided by the band (causal, window),
+the mask and the lengths, and by nothing else: a score of -inf, of a bias for example, is a weight of 0 for a key that is seen. What no query
+sees is selected away, never multiplied by 0.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from .problem import Problem
+from .problem import DROPOUT_STEPS, NEEDS, Problem
 
 
-def visible(problem: Problem) -> np.ndarray:
-    """Boolean (seqlen_q, seqlen_k): True where the query may see the key."""
-    i = np.arange(problem.seqlen_q)[:, None] + problem.offset
-    j = np.arange(problem.seqlen_k)[None, :]
-    seen = np.ones((problem.seqlen_q, problem.seqlen_k), bool)
-    if problem.left is not None:
-        seen &= j >= i - problem.left
-    if problem.right is not None:
-        seen &= j <= i + problem.right
-    return seen
-
-
-def forward(problem: Problem, q, k, v) -> tuple[np.ndarray, np.ndarray]:
+def forward(problem: Problem, q, k, v, *, seed: int = 0, **options) -> tuple[np.ndarray, np.ndarray]:
     """Attention in float64.
 
     Parameters
@@ -27,37 +28,33 @@ def forward(problem: Problem, q, k, v) -> tuple[np.ndarray, np.ndarray]:
     problem : Problem
     q, k, v : array_like
         Shapes of the problem, any float dtype.
+    seed : int
+        Of dropout, from 0 to below 2**64.
+    **options : array_like
+        The arrays that `Problem.options` names, of the shapes that the user gave or those of `Problem.shape_of`: mask, bias, alibi_slopes,
+        sinks, seqlens_q, seqlens_k.
 
     Returns
     -------
     out : ndarray, (batch, seqlen_q, heads, head_dim_v), float64
     lse : ndarray, (batch, heads, seqlen_q), float64
-        Natural logarithm of the sum of exponentiated scores; -inf in a row that sees no key (or only scores of -inf), where out is 0.
+        Natural logarithm of the sum of exponentiated scores, the sink's included, before dropout. -inf in a row beyond its length, and in one
+        that sees no key (or only scores of -inf) where there is no sink; out is 0 there, and in a row that has nothing but a sink.
     """
     q, k, v = (np.asarray(x, dtype=np.float64) for x in (q, k, v))
-    seen = visible(problem)
+    options = check_options(problem, options)
     out = np.zeros(problem.out_shape)
     lse = np.full(problem.lse_shape, -np.inf)
-    if not problem.seqlen_k:
-        return out, lse
     with np.errstate(invalid="ignore", over="ignore"):  # what is masked out may hold anything; what is seen propagates
-        for b in range(problem.batch):
-            for h in range(problem.heads):
-                hk = h // problem.group
-                score = np.where(seen, problem.scale * (q[b, :, h] @ k[b, :, hk].T), -np.inf)
-                top = score.max(axis=1, keepdims=True)
-                top = np.where(top == -np.inf, 0.0, top)
-                p = np.exp(score - top)
-                total = p.sum(axis=1, keepdims=True)
-                rows = total[:, 0] != 0.0  # nothing seen, or every score -inf
-                with np.errstate(divide="ignore"):
-                    lse[b, h] = np.where(rows, (top + np.log(total))[:, 0], -np.inf)
-                weights = p / np.where(rows[:, None], total, 1.0)
-                out[b, :, h] = _weighted_sum(weights, seen, v[b, :, hk])
+        for b, h in np.ndindex(problem.batch, problem.heads):
+            row = _softmax(problem, b, h, q, k, options)
+            lse[b, h] = row.lse
+            weights = row.weights * kept(problem, b, h, seed)
+            out[b, :, h] = _weighted_sum(weights, row.pairs, v[b, :, h // problem.group])
     return out, lse
 
 
-def backward(problem: Problem, dout, q, k, v, dlse=None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def backward(problem: Problem, dout, q, k, v, dlse=None, *, seed: int = 0, **options) -> tuple[np.ndarray, ...]:
     """Gradients of attention in float64.
 
     Parameters
@@ -69,6 +66,10 @@ def backward(problem: Problem, dout, q, k, v, dlse=None) -> tuple[np.ndarray, np
         Shapes of the problem, any float dtype.
     dlse : array_like, (batch, heads, seqlen_q), optional
         Gradient of the loss with respect to ``lse``; none is 0.
+    seed : int
+        Of dropout, as in the forward.
+    **options : array_like
+        As in `forward`.
 
     Returns
     -------
@@ -76,29 +77,163 @@ def backward(problem: Problem, dout, q, k, v, dlse=None) -> tuple[np.ndarray, np
     dk : ndarray, (batch, seqlen_k, kv_heads, head_dim), float64
         Summed over the query heads that share a key head.
     dv : ndarray, (batch, seqlen_k, kv_heads, head_dim_v), float64
+    dbias : ndarray, the 4 axes of `Problem.bias`, float64, only with a bias
+        Summed over the axes along which the bias is broadcast.
+    dsinks : ndarray, (heads,), float64, only with sinks
+        A row that sees no key has the sink for its LSE, and so passes ``dlse`` on to it.
     """
     dout, q, k, v = (np.asarray(x, dtype=np.float64) for x in (dout, q, k, v))
-    seen = visible(problem)
-    dq, dk, dv = np.zeros(problem.q_shape), np.zeros(problem.k_shape), np.zeros(problem.v_shape)
-    if not problem.seqlen_k:
-        return dq, dk, dv
-    out, lse = forward(problem, q, k, v)
     dlse = np.zeros(problem.lse_shape) if dlse is None else np.asarray(dlse, dtype=np.float64)
+    out, _ = forward(problem, q, k, v, seed=seed, **options)
+    options = check_options(problem, options)
+    gradients = {name: np.zeros(problem.shape_of(name)) for name in problem.gradients}
+    dq, dk, dv = (gradients[name] for name in NEEDS)
     with np.errstate(invalid="ignore", over="ignore"):
-        for b in range(problem.batch):
-            for h in range(problem.heads):
-                hk = h // problem.group
-                rows = lse[b, h] != -np.inf
-                pairs = seen & rows[:, None]
-                score = problem.scale * (q[b, :, h] @ k[b, :, hk].T)
-                p = np.where(pairs, np.exp(score - np.where(rows, lse[b, h], 0.0)[:, None]), 0.0)
-                dp = dout[b, :, h] @ v[b, :, hk].T
-                delta = (dout[b, :, h] * out[b, :, h]).sum(axis=1) - dlse[b, h]
-                ds = np.where(pairs, p * (dp - delta[:, None]), 0.0)
-                dq[b, :, h] = problem.scale * _weighted_sum(ds, pairs, k[b, :, hk])
-                dk[b, :, hk] += problem.scale * _weighted_sum(ds.T, pairs.T, q[b, :, h])
-                dv[b, :, hk] += _weighted_sum(p.T, pairs.T, dout[b, :, h])
-    return dq, dk, dv
+        for b, h in np.ndindex(problem.batch, problem.heads):
+            hk = h // problem.group
+            row, keep = _softmax(problem, b, h, q, k, options), kept(problem, b, h, seed)
+            dweights = (dout[b, :, h] @ v[b, :, hk].T) * keep
+            delta = (dout[b, :, h] * out[b, :, h]).sum(axis=1) - dlse[b, h]
+            dscore = np.where(row.pairs, row.weights * (dweights - delta[:, None]), 0.0)
+            dproduct = dscore * row.slope
+            dq[b, :, h] = problem.scale * _weighted_sum(dproduct, row.pairs, k[b, :, hk])
+            dk[b, :, hk] += problem.scale * _weighted_sum(dproduct.T, row.pairs.T, q[b, :, h])
+            dv[b, :, hk] += _weighted_sum((row.weights * keep).T, row.pairs.T, dout[b, :, h])
+            if problem.bias:
+                _add_to_broadcast(gradients["bias"], b, h, dscore)
+            if problem.sinks:
+                gradients["sinks"][h] -= np.where(row.alive, row.sink_weights * delta, 0.0).sum()
+    return tuple(gradients.values())
+
+
+def check_options(problem: Problem, options: dict) -> dict:
+    """The arrays in float64 (mask and lengths: bool and int) with the axes of `Problem.shape_of`; ValueError when they are not the problem's."""
+    if set(options) != set(problem.options):
+        raise ValueError(f"the problem has the options {', '.join(problem.options) or 'none'}; got {', '.join(options) or 'none'}")
+    kinds = {"mask": bool, "seqlens_q": np.int64, "seqlens_k": np.int64}
+    return {name: np.asarray(x).astype(kinds.get(name, np.float64)).reshape(problem.shape_of(name)) for name, x in options.items()}
+
+
+def lengths(problem: Problem, b: int, seqlens_q=None, seqlens_k=None, **_) -> tuple[int, int]:
+    """Queries and keys of a batch entry that take part."""
+    full = problem.seqlen_q, problem.seqlen_k
+    return tuple(n if given is None else min(max(int(given[b]), 0), n) for n, given in zip(full, (seqlens_q, seqlens_k), strict=True))
+
+
+def _place(problem, b, options):
+    """(seqlen_q, 1): the key beside which each query stands."""
+    length_q, length_k = lengths(problem, b, **options)
+    return np.arange(problem.seqlen_q)[:, None] + (length_k - length_q if problem.offset_per_entry else problem.offset)
+
+
+def visible(problem: Problem, b: int = 0, h: int = 0, **options) -> np.ndarray:
+    """Boolean (seqlen_q, seqlen_k): True where the query may see the key, in a batch entry and a head; ``options`` as `forward` takes them."""
+    options = check_options(problem, options)
+    length_q, length_k = lengths(problem, b, **options)
+    i, j = np.ogrid[: problem.seqlen_q, : problem.seqlen_k]
+    place = _place(problem, b, options)
+    seen = (i < length_q) & (j < length_k)
+    if problem.left is not None:
+        seen &= j >= place - problem.left
+    if problem.right is not None:
+        seen &= j <= place + problem.right
+    if problem.mask:
+        seen &= _of_head(options["mask"], b, h)
+    return seen
+
+
+def _of_head(array, b, h):
+    """The last axes of an array whose first two are batch and heads, or 1."""
+    return array[b if array.shape[0] > 1 else 0, h if array.shape[1] > 1 else 0]
+
+
+@dataclass(frozen=True)
+class _Softmax:
+    """Of one head. ``alive``: rows of a finite sum; ``pairs``: what they see; ``slope``: derivative of the score by ``scale * q @ k.T``."""
+
+    weights: np.ndarray
+    lse: np.ndarray
+    alive: np.ndarray
+    pairs: np.ndarray
+    slope: np.ndarray | float
+    sink_weights: np.ndarray | None
+
+
+def _softmax(problem, b, h, q, k, options):
+    seen = visible(problem, b, h, **options)
+    score, slope = problem.scale * (q[b, :, h] @ k[b, :, h // problem.group].T), 1.0
+    if problem.softcap is not None:
+        capped = np.tanh(score / problem.softcap)
+        score, slope = problem.softcap * capped, 1.0 - capped * capped
+    if problem.alibi:
+        distance = np.abs(_place(problem, b, options) - np.arange(problem.seqlen_k))
+        score = score - options["alibi_slopes"][b if problem.alibi[0] > 1 else 0, h] * distance
+    if problem.bias:
+        score = score + _of_head(options["bias"], b, h)
+    score = np.where(seen, score, -np.inf)
+    sink = np.full(problem.seqlen_q, -np.inf)
+    if problem.sinks:
+        sink[: lengths(problem, b, **options)[0]] = options["sinks"][h]
+
+    top = np.maximum(score.max(axis=1, initial=-np.inf), sink)
+    top = np.where(top == -np.inf, 0.0, top)
+    p, of_sink = np.exp(score - top[:, None]), np.exp(sink - top)
+    total = p.sum(axis=1) + of_sink
+    alive = total != 0.0  # not so where nothing is seen, or every score is -inf
+    divisor = np.where(alive, total, 1.0)
+    return _Softmax(
+        weights=p / divisor[:, None],
+        lse=np.where(alive, top + np.log(divisor), -np.inf),
+        alive=alive,
+        pairs=seen & alive[:, None],
+        slope=slope,
+        sink_weights=of_sink / divisor,
+    )
+
+
+def kept(problem: Problem, b: int, h: int, seed: int) -> np.ndarray:
+    """(seqlen_q, seqlen_k): what dropout multiplies the weights by, 0 or ``1 / (1 - dropout)``.
+
+    Philox counts blocks of two queries and four keys that are 8 apart, and each pair takes 16 of the 128 bits: `numbaflash.kernels.dropout` says
+    how, and why.
+    """
+    if not problem.dropout:
+        return np.ones((problem.seqlen_q, problem.seqlen_k))
+    i, j = np.indices((problem.seqlen_q, problem.seqlen_k), np.uint32)
+    words = philox((j // 32 * 8 + j % 8, i // 16 * 8 + i % 8, np.full_like(i, h), np.full_like(i, b)), seed)
+    word = np.choose(j // 8 % 4, words)
+    half = np.where(i // 8 % 2, word >> 16, word & 0xFFFF).astype(np.uint16).view(np.int16)
+    return np.where(half >= problem.dropout * DROPOUT_STEPS - DROPOUT_STEPS // 2, 1.0 / (1.0 - problem.dropout), 0.0)
+
+
+def philox(counter, seed: int) -> tuple[np.ndarray, ...]:
+    """Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011), element by element.
+
+    Parameters
+    ----------
+    counter : sequence of four uint32 arrays
+    seed : int
+        64 bits, of which the low word is the first one of the key.
+
+    Returns
+    -------
+    four uint32 arrays
+    """
+    a, b, c, d = (np.asarray(x, np.uint64) for x in counter)
+    low, high = np.uint64(0xFFFFFFFF), np.uint64(32)
+    for n in range(10):
+        key = ((seed & 0xFFFFFFFF) + n * 0x9E3779B9) & 0xFFFFFFFF, ((seed >> 32) + n * 0xBB67AE85) & 0xFFFFFFFF
+        one, two = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
+        a, b, c, d = (two >> high) ^ b ^ np.uint64(key[0]), two & low, (one >> high) ^ d ^ np.uint64(key[1]), one & low
+    return tuple(x.astype(np.uint32) for x in (a, b, c, d))
+
+
+def _add_to_broadcast(total, b, h, values):
+    """Add what belongs to one head to an array that may have 1 in the place of any axis."""
+    for axis in (0, 1):
+        if total.shape[2 + axis] == 1:
+            values = values.sum(axis=axis, keepdims=True)
+    total[b if total.shape[0] > 1 else 0, h if total.shape[1] > 1 else 0] += values
 
 
 def _weighted_sum(weights, seen, values):

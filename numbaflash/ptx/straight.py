@@ -199,6 +199,13 @@ class GpuOps:
     def fma(self, a, b, c):
         return Register(self.builder, self.builder.fma(a.value, b.value, c.value))
 
+    def wide_product(self, a, b):
+        """(low, high) words of the 64-bit product of two int32 read as unsigned: one instruction."""
+        builder = self.builder
+        product = builder.mul(builder.zext(a.value, _I64), builder.zext(b.value, _I64))
+        high = builder.lshr(product, ir.Constant(_I64, 32))
+        return [Register(builder, builder.trunc(x, llvm_i32)) for x in (product, high)]
+
     def minimum(self, a, b):
         """The smaller one of integers."""
         return self.select(a < b, a, b)
@@ -395,6 +402,11 @@ class SimulatorOps:
     @staticmethod
     def fma(a, b, c):
         return a * b + c
+
+    @staticmethod
+    def wide_product(a, b):
+        product = (int(a) & 0xFFFFFFFF) * (int(b) & 0xFFFFFFFF)
+        return [np.uint32(x).view(np.int32) for x in (product & 0xFFFFFFFF, product >> 32)]
 
     integer = staticmethod(np.int32)
     wide = staticmethod(np.int64)

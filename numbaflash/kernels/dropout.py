@@ -1,0 +1,84 @@
+"""Which weights dropout keeps: a function of the seed and of (batch, head, query, key) alone, whatever the tiles, the family or the library.
+
+Random bits come from Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011): ten rounds that turn
+a counter of four words and a key of two into four random words. The key is the seed, its low word first, and the counter is
+
+    ``(key // 32 * 8 + key % 8, query // 16 * 8 + query % 8, head, batch)``
+
+of the absolute numbers of the query head, the query and the key; with packed sequences those within the sequence, whose number is the batch. Its
+four words hold 16 bits for each of eight pairs: word ``key // 8 % 4``, the lower half for queries with ``query // 8 % 2 == 0``, the upper one for
+the others. A pair is kept where its half, read as a signed number, is at least ``2**16 * dropout - 2**15``.
+
+So one evaluation serves two queries 8 rows apart and four keys 8 columns apart. In the register fragments of the tensor cores one thread holds
+them all when queries are rows, and half of them when keys are.
+"""
+
+from __future__ import annotations
+
+from numba.cuda.types import UniTuple, int32
+
+from ..problem import DROPOUT_STEPS
+from ..ptx.straight import straight_line
+
+ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+"""What is added to the key from round to round."""
+
+WORDS = UniTuple(int32, 4)
+SEED = UniTuple(int32, 2)
+
+
+def _signed(word: int) -> int:
+    return (word & 0xFFFFFFFF ^ 0x80000000) - 0x80000000
+
+
+def seed_words(seed: int) -> tuple[int, int]:
+    """The low and the high word of a 64-bit seed, as kernels take them: signed."""
+    return _signed(seed), _signed(seed >> 32)
+
+
+def keep_limit(dropout: float) -> int:
+    """What the bits of a kept pair reach, as an int32 whose lower half is 0; see `is_kept`."""
+    return (round(dropout * DROPOUT_STEPS) - DROPOUT_STEPS // 2) << 16
+
+
+def philox(ops, counter, key):
+    """Straight-line body: four random words of a counter of four int32 and a key of two."""
+    (a, b, c, d), (k0, k1) = counter, key
+    m0, m1 = (ops.integer(_signed(m)) for m in MULTIPLIERS)
+    for n in range(ROUNDS):
+        low0, high0 = ops.wide_product(a, m0)
+        low1, high1 = ops.wide_product(c, m1)
+        bump0, bump1 = (_signed(w * n) for w in WEYL)
+        a, b, c, d = high1 ^ b ^ (k0 + bump0), low1, high0 ^ d ^ (k1 + bump1), low0
+    return [a, b, c, d]
+
+
+def block(ops, query, key, head, batch, seed):
+    """Straight-line body: the words of the eight pairs to which a query and a key belong."""
+    columns, rows = ((key >> 5) << 3) | (key & 7), ((query >> 4) << 3) | (query & 7)
+    return philox(ops, [columns, rows, head, batch], seed)
+
+
+def is_kept(word, upper, limit):
+    """Straight-line condition for a pair's word; ``upper`` is a constant, whether ``query // 8`` is odd.
+
+    The upper half is compared where it stands: ``limit`` has a lower half of 0, which decides nothing.
+    """
+    return (word if upper else word << 16) >= limit
+
+
+def _is_pair_kept(ops, words, query, key, limit):
+    n, word = (key >> 3) & 3, words[3]
+    for i in (2, 1, 0):
+        word = ops.select(n == i, words[i], word)
+    upper, lower = ops.truth(is_kept(word, True, limit)), ops.truth(is_kept(word, False, limit))
+    return ops.select((query & 8) == 0, lower, upper)
+
+
+block_words = straight_line(WORDS, (int32, int32, int32, int32, SEED), block)
+"""``f(query, key, head, batch, seed) -> words`` of the eight pairs to which a query and a key belong; ``seed`` as `seed_words` has it."""
+
+pair_kept = straight_line(int32, (WORDS, int32, int32, int32), _is_pair_kept)
+"""``f(words, query, key, limit)``: 1 where the pair is kept, else 0, for kernels whose threads do not hold whole blocks."""
