@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 from .arrays import LIBRARIES, one_library
-from .arrays.streams import stream_handle
-from .call import WORKSPACE_ALIGNMENT, find, prepare, prepare_backward
+from .call import aligned_workspace, find, prepare, prepare_backward, run
 from .dispatch import BACKWARD_OPERANDS, forced_family
 from .explanation import Explanation
 from .explanation import explain as _explain
 from .merging import merge as _merge
-from .problem import NEEDS, check_causal, check_flag, check_needs, check_scale, check_window
+from .problem import NEEDS, check_causal, check_dropout, check_flag, check_needs, check_scale, check_seed, check_softcap, check_window
 
 __all__ = ["Explanation", "backward", "explain", "forward", "merge"]
 
 
-def forward(q, k, v, *, scale=None, causal=False, window=None, return_lse=False, out=None, lse=None, stream=None):
+def forward(
+    q,
+    k,
+    v,
+    *,
+    scale=None,
+    causal=False,
+    window=None,
+    softcap=None,
+    mask=None,
+    bias=None,
+    alibi_slopes=None,
+    sinks=None,
+    dropout=0.0,
+    seed=None,
+    seqlens_q=None,
+    seqlens_k=None,
+    return_lse=False,
+    out=None,
+    lse=None,
+    stream=None,
+):
     """Exact attention, ``softmax(scale * q @ k.T, masked) @ v`` for every batch entry and head, without the matrix of scores.
 
     Tiling and the online softmax are Algorithm 1 of Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with
@@ -38,8 +58,28 @@ def forward(q, k, v, *, scale=None, causal=False, window=None, return_lse=False,
     window : (int or None, int or None), optional
         Keys seen to the left and to the right of the place that ``causal`` aligns to, inclusive, so ``(w, 0)`` sees w + 1 keys; a side of
         ``None`` is unbounded.
+    softcap : float, optional
+        Scores become ``softcap * tanh(score / softcap)`` before anything is added to them.
+    mask : array of bool, broadcast to (batch, heads, seqlen_q, seqlen_k), optional
+        True where a query may see a key, and causal, window and lengths let it. Up to 4 axes, any strides; never copied or expanded.
+    bias : array, broadcast likewise, optional
+        float16, bfloat16 or float32 (or float64 for q of float64); added to the scores. -inf hides a key, as a mask does.
+    alibi_slopes : array of float32, (heads,) or (batch, heads), optional
+        ``-slope * abs(i + offset - j)`` is added to the score of query i and key j, where ``i + offset`` is the place that ``causal`` aligns to
+        (Press et al., "Train Short, Test Long", 2022).
+    sinks : array, (heads,), optional
+        float32 (float64 for q of float64): one more logit a head, which joins the softmax of every query as a key without a value would.
+    dropout : float, optional
+        Probability, from 0 to below 1, that a weight is dropped after the softmax; kept ones are divided by ``1 - dropout``. It is taken to the
+        nearest multiple of 2**-16. The LSE is that without dropout.
+    seed : int, optional
+        Of the dropout mask, from 0 to below 2**64; needed with dropout. The mask depends on it and on batch entry, head, query and key alone, so
+        it is the same in every kernel, and in `backward`.
+    seqlens_q, seqlens_k : array of int32 or int64, (batch,), optional
+        Lengths of padded batches, on the arrays' device; the host does not read them. Queries and keys from there on take no part, whatever they
+        hold; rows of such queries are 0, their LSE -inf. ``causal``, ``window`` and ALiBi then align by these lengths.
     return_lse : bool, optional
-        Also return the logarithm of the sum of exponentiated scores.
+        Also return the logarithm of the sum of exponentiated scores, sinks included.
     out : array, (batch, seqlen_q, heads, head_dim_v), optional
         Where to write the result: q's library, dtype and device, any strides that give each element its own place, no memory shared with
         the other arrays. Not for JAX.
@@ -97,6 +137,14 @@ def forward(q, k, v, *, scale=None, causal=False, window=None, return_lse=False,
         window = check_window(window)
     if return_lse is not False and return_lse is not True:
         return_lse = check_flag("return_lse", return_lse)
+    if not (softcap is mask is bias is alibi_slopes is sinks is seed is seqlens_q is seqlens_k is None and dropout == 0.0):
+        arrays = {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
+        options, seed = _check_options(library, q, arrays, scale, causal, window, softcap, dropout, seed)
+        if library.forward is not None:
+            return library.forward(q, k, v, **options, **arrays, seed=seed, return_lse=return_lse, out=out, lse=lse, stream=stream)
+        wanted = ("out", "lse") if return_lse else ("out",)
+        found = run("forward", library, {"q": q, "k": k, "v": v} | arrays, {"out": out, "lse": lse}, wanted, options, stream, seed=seed)
+        return (found["out"], found["lse"]) if return_lse else found["out"]
     if library.forward is not None:
         return library.forward(q, k, v, scale=scale, causal=causal, window=window, return_lse=return_lse, out=out, lse=lse, stream=stream)
 
@@ -122,12 +170,7 @@ def forward(q, k, v, *, scale=None, causal=False, window=None, return_lse=False,
         options = {"scale": scale, "causal": causal, "window": window}
         call = prepare(key, library, _present(q=q, k=k, v=v, out=out, lse=lse), options, with_lse)
 
-    if stream is None:
-        place, handle = None, call.current_stream()
-    else:
-        if call.index is None:
-            raise ValueError("stream is for arrays on a CUDA device; these are on the CPU")
-        place = handle = stream_handle(stream, call.index)
+    place, handle = (None, call.current_stream()) if stream is None else call.on(stream)
     if out_key is None:
         out = call.new["out"](place)
         out_at = library.address(out)
@@ -141,7 +184,7 @@ def forward(q, k, v, *, scale=None, causal=False, window=None, return_lse=False,
         and (q_at and k_at and v_at and out_at)
         and (apart(q_at, k_at, v_at, out_at, lse_at) if apart is not None else not (out_at | lse_at) & 15)
     ):
-        call.launch(q_at, k_at, v_at, out_at, lse_at, handle)
+        call.launch((q_at, k_at, v_at, out_at, lse_at), handle)
     elif call.launch is not None:
         if (out_key is None and out_at & 15) or (lse_key is None and lse_at & 15):  # less than every plan takes for granted: another kind
             options = {"scale": scale, "causal": causal, "window": window}
@@ -169,11 +212,22 @@ def backward(
     scale=None,
     causal=False,
     window=None,
+    softcap=None,
+    mask=None,
+    bias=None,
+    alibi_slopes=None,
+    sinks=None,
+    dropout=0.0,
+    seed=None,
+    seqlens_q=None,
+    seqlens_k=None,
     dlse=None,
     deterministic=False,
     dq=None,
     dk=None,
     dv=None,
+    dbias=None,
+    dsinks=None,
     needs=NEEDS,
     stream=None,
 ):
@@ -197,7 +251,7 @@ def backward(
         those of the whole.
     lse : array, (batch, heads, seqlen_q)
         What `forward` returned with ``return_lse=True``: float32 (float64 for float64).
-    scale, causal, window
+    scale, causal, window, softcap, mask, bias, alibi_slopes, sinks, dropout, seed, seqlens_q, seqlens_k
         As `forward` takes them.
     dlse : array, (batch, heads, seqlen_q), optional
         Gradient of the loss with respect to the returned LSE, of the dtype of ``lse``.
@@ -208,8 +262,10 @@ def backward(
         with the other arrays. What it holds is replaced, not added to.
     dk : array, (batch, seqlen_k, kv_heads, head_dim), optional
     dv : array, (batch, seqlen_k, kv_heads, head_dim_v), optional
-    needs : tuple of "q", "k" and "v", optional
-        The inputs whose gradients are wanted; the others are not computed.
+    dbias : array of the shape and dtype of ``bias``, optional
+    dsinks : array, (heads,), optional
+    needs : tuple of "q", "k", "v", "bias" and "sinks", optional
+        The inputs whose gradients are wanted; the others are not computed. The last two must be named, and are returned only then.
     stream : stream of CuPy, torch, Numba or CUDA Python, or int handle, optional
         CUDA stream to work on, as in `forward`.
 
@@ -221,6 +277,9 @@ def backward(
     dk : array, (batch, seqlen_k, kv_heads, head_dim), or None
         Summed over the query heads that share the key head. 0 for a key that no query sees.
     dv : array, (batch, seqlen_k, kv_heads, head_dim_v), or None
+    dbias : array, shape and dtype of ``bias``, only with "bias" in ``needs``
+        Summed over the axes that the bias is broadcast along.
+    dsinks : array, (heads,), dtype of ``sinks``, only with "sinks" in ``needs``
 
     Raises
     ------
@@ -261,10 +320,10 @@ def backward(
                 raise TypeError(f"{name} is missing: the backward needs the {name} that numbaflash.forward(..., return_lse=True) returned; got None")
         library = one_library(dout=dout, q=q, k=k, v=v, out=out, lse=lse)
     if needs != NEEDS:
-        needs = check_needs(needs)
+        needs = check_needs(needs, [name for name, x in (("bias", bias), ("sinks", sinks)) if x is not None])
     if dlse is not None and kind(type(dlse)) is not library:
         one_library(q=q, dlse=dlse)
-    for name, given in (("q", dq), ("k", dk), ("v", dv)):
+    for name, given in (("q", dq), ("k", dk), ("v", dv), ("bias", dbias), ("sinks", dsinks)):
         if given is not None:
             if name not in needs:
                 raise ValueError(f'd{name} was given, but "{name}" is not in needs; got needs={needs!r}. Add it, or leave d{name} out')
@@ -278,6 +337,16 @@ def backward(
         window = check_window(window)
     if deterministic is not False and deterministic is not True:
         deterministic = check_flag("deterministic", deterministic)
+    if not (softcap is mask is bias is alibi_slopes is sinks is seed is seqlens_q is seqlens_k is None and dropout == 0.0):
+        arrays = {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
+        options, seed = _check_options(library, q, arrays, scale, causal, window, softcap, dropout, seed)
+        results = {"dq": dq, "dk": dk, "dv": dv, "dbias": dbias, "dsinks": dsinks}
+        more = {"seed": seed, "deterministic": deterministic, "needs": needs}
+        if library.backward is not None:
+            return library.backward(dout, q, k, v, out, lse, **options, **arrays, dlse=dlse, **results, **more, stream=stream)
+        arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse} | arrays
+        found = run("backward", library, arrays, results, tuple(f"d{name}" for name in needs), options, stream, **more)
+        return (*map(found.get, ("dq", "dk", "dv")), *(found[f"d{name}"] for name in needs if name not in NEEDS))
     options = {"scale": scale, "causal": causal, "window": window}
     if library.backward is not None:
         more = {"dlse": dlse, "deterministic": deterministic, "dq": dq, "dk": dk, "dv": dv, "needs": needs, "stream": stream}
@@ -312,12 +381,7 @@ def backward(
         arrays = _present(dout=dout, q=q, k=k, v=v, out=out, lse=lse, dlse=dlse, dq=dq, dk=dk, dv=dv)
         call = prepare_backward(key, library, arrays, options, needs, deterministic)
 
-    if stream is None:
-        place, handle = None, call.current_stream()
-    else:
-        if call.index is None:
-            raise ValueError("stream is for arrays on a CUDA device; these are on the CPU")
-        place = handle = stream_handle(stream, call.index)
+    place, handle = (None, call.current_stream()) if stream is None else call.on(stream)
     new = call.new
     if dq_key is None and "q" in needs:
         dq = new["dq"](place)
@@ -330,7 +394,7 @@ def backward(
         dv_at = library.address(dv)
     if call.workspace is not None:
         workspace = call.workspace(place)
-        workspace_at = library.address(workspace) + WORKSPACE_ALIGNMENT - 1 & -WORKSPACE_ALIGNMENT
+        workspace_at = aligned_workspace(library.address(workspace))
 
     addresses = dout_at, q_at, k_at, v_at, out_at, lse_at, dlse_at, dq_at, dk_at, dv_at, workspace_at
     apart = call.apart
@@ -361,6 +425,16 @@ def backward(
     if dv_key is not None:
         library.written(dv)
     return dq, dk, dv
+
+
+def _check_options(library, q, arrays, scale, causal, window, softcap, dropout, seed):
+    """(options that are numbers, seed), checked as far as they can be without a look at the arrays but for their libraries."""
+    for name, x in arrays.items():
+        if x is not None and LIBRARIES.get(type(x)) is not library:
+            one_library(q=q, **{name: x})
+    dropout = check_dropout(dropout)
+    options = {"scale": scale, "causal": causal, "window": window, "softcap": check_softcap(softcap), "dropout": dropout}
+    return options, check_seed(seed, dropout)
 
 
 def _present(**arrays) -> dict:

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 from . import dispatch
 from .arrays import ITEMSIZE, Facts, Library, contiguous_strides
+from .arrays.streams import stream_handle
 from .memory import extent, overlaps, overlaps_itself
-from .problem import Problem, check_result, check_saved, make_problem
+from .problem import NEEDS, OPTIONS, Problem, check_result, check_saved, make_problem
 
-RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
+RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv", "dbias", "dsinks")}
 """Operands that a call writes, by its direction."""
 
 MAX_CALLS = 2048
@@ -37,9 +38,11 @@ class Call:
     ----------
     direction : str
         "forward" or "backward".
+    operands : tuple of str
+        In the order in which the launch takes their addresses.
     plan : Plan or None
         None when there is nothing to launch: no result has an element, or every gradient is 0.
-    launch : Launch, BackwardLaunch or None
+    launch : Launch or None
     new : dict of str to callable
         For each result, a function of a stream (None: the current one) that returns a new array in the caller's library.
     workspace : callable or None
@@ -58,6 +61,7 @@ class Call:
     """
 
     direction: str
+    operands: tuple[str, ...]
     plan: dispatch.Plan | None
     launch: Callable | None
     new: dict[str, Callable]
@@ -68,6 +72,15 @@ class Call:
     simple: bool
     apart: Callable[..., bool] | None
 
+    def on(self, stream) -> tuple[int | None, int]:
+        """(handle of the caller's stream or None, handle of the stream to work on)."""
+        if stream is None:
+            return None, self.current_stream()
+        if self.index is None:
+            raise ValueError("stream is for arrays on a CUDA device; these are on the CPU")
+        handle = stream_handle(stream, self.index)
+        return handle, handle
+
     def launch_checked(self, library: Library, arrays: dict, addresses: dict, stream: int | None, handle: int) -> None:
         """Launch with what only some calls need: checks of addresses, and copies."""
         self.check_addresses(addresses)
@@ -76,10 +89,7 @@ class Call:
             if name in arrays:
                 copied[name] = self.new[name](stream) if name in self.new else library.contiguous(arrays[name], stream)
         at = addresses | {name: library.address(x) for name, x in copied.items()}
-        if self.direction == "forward":
-            self.launch(*(at[name] for name in dispatch.OPERANDS), handle)
-        else:
-            self.launch(tuple(at[name] for name in dispatch.BACKWARD_OPERANDS), handle)
+        self.launch(tuple(at[name] for name in self.operands), handle)
         for name in self.new:
             if name in copied:
                 library.assign(arrays[name], copied[name], stream)
@@ -112,9 +122,9 @@ def prepare(key, library: Library, arrays: dict, options: dict, with_lse: bool) 
         Of the kind.
     library : Library
     arrays : dict
-        q, k, v and those of out and lse that were given.
+        q, k, v, the options that are arrays, and those of out and lse that were given.
     options : dict
-        scale, causal and window.
+        Those that are numbers, as `numbaflash.problem.make_problem` takes them.
     with_lse : bool
         Whether an LSE is wanted.
     """
@@ -131,6 +141,97 @@ def prepare_backward(key, library: Library, arrays: dict, options: dict, needs: 
     return _remember(key, _call("backward", library, arrays["q"], facts, problem, plan))
 
 
+def run(
+    direction: str,
+    library: Library,
+    arrays: dict,
+    results: dict,
+    wanted: tuple[str, ...],
+    options: dict,
+    stream,
+    *,
+    seed: int = 0,
+    needs: tuple[str, ...] = (),
+    deterministic: bool = False,
+) -> dict:
+    """A call of any kind, as `numbaflash.forward` and `numbaflash.backward` make it. The plain ones take a shorter way there.
+
+    Parameters
+    ----------
+    arrays : dict
+        Inputs by operand, options among them; None for an absent one.
+    results : dict
+        The same of the results that the caller gave.
+    wanted : tuple of str
+        Results to allocate where they were not given.
+    options : dict
+        Those that are numbers.
+    stream
+        The caller's, or None.
+    seed : int
+        Of the dropout mask.
+    needs, deterministic
+        Of a backward call.
+
+    Returns
+    -------
+    dict
+        The results, by operand.
+    """
+    arrays = {name: x for name, x in arrays.items() if x is not None}
+    results = {name: x for name, x in results.items() if x is not None}
+    addresses, keys = {"seed": seed}, []
+    try:
+        for given, inspect in ((arrays, library.inspect), (results, library.inspect_result)):
+            for name, x in given.items():
+                addresses[name], key = inspect(x)
+                keys.append((name, key))
+    except Exception:
+        for name, x in (arrays | results).items():
+            library.describe(x, name)  # says for people what is wrong
+        raise
+    kind = (direction, library, tuple(keys), wanted, *options.values(), needs, deterministic, dispatch.forced_family())
+    call = find(kind)
+    if call is None:
+        if direction == "forward":
+            call = prepare(kind, library, arrays | results, options, "lse" in wanted or "lse" in results)
+        else:
+            call = prepare_backward(kind, library, arrays | results, options, needs, deterministic)
+    place, handle = call.on(stream)
+    given = tuple(results)
+    for name in wanted:
+        if name not in results:
+            results[name] = call.new[name](place)
+            addresses[name] = library.address(results[name])
+    if call.workspace is not None:
+        workspace = call.workspace(place)
+        addresses["workspace"] = aligned_workspace(library.address(workspace))
+    everything = arrays | results
+    ordered = tuple(addresses.get(name, 0) for name in call.operands)
+    new_at = [addresses[name] for name in results if name not in given]
+    if call.launch is None:
+        call.check_addresses(addresses)
+        if direction == "backward":
+            for x in results.values():
+                library.clear(x, place)
+    elif any(at & 15 for at in new_at):  # less than every plan takes for granted: another kind
+        return run(direction, library, arrays, results, wanted, options, stream, seed=seed, needs=needs, deterministic=deterministic)
+    elif call.simple and all(addresses[name] for name in everything) and (call.apart is None or call.apart(*ordered)):
+        call.launch(ordered, handle)
+    else:
+        call.launch_checked(library, everything, dict(zip(call.operands, ordered, strict=True)), place, handle)
+    if place is not None:
+        library.used_on(place, everything.values())
+    for name in given:
+        library.written(results[name])
+    return results
+
+
+def aligned_workspace(address: int) -> int:
+    """The first place in a workspace where kernels may begin."""
+    return address + WORKSPACE_ALIGNMENT - 1 & -WORKSPACE_ALIGNMENT
+
+
 def _call(direction, library, like, facts, problem, plan) -> Call:
     launch = workspace = None
     if plan is not None:
@@ -141,16 +242,27 @@ def _call(direction, library, like, facts, problem, plan) -> Call:
     on_gpu = q.kind == "cuda"
     return Call(
         direction=direction,
+        operands=dispatch.operands(problem, direction),
         plan=plan,
         launch=launch,
-        new={name: library.allocator(like, problem.shape_of(name), problem.dtype_of(name)) for name in RESULTS[direction]},
+        new={name: library.allocator(like, _shape_of(name, problem, facts), problem.dtype_of(name)) for name in results_of(problem, direction)},
         workspace=workspace,
         current_stream=library.current_stream(q.index or 0) if on_gpu else int,
         index=q.index or 0 if on_gpu else None,
         facts=facts,
         simple=launch is not None and not plan.copies,
-        apart=_apart(facts, direction) if any(name in facts for name in RESULTS[direction]) else None,
+        apart=_apart(facts, problem, direction) if any(name in facts for name in RESULTS[direction]) else None,
     )
+
+
+def results_of(problem: Problem, direction: str) -> tuple[str, ...]:
+    """Operands that a call of this problem may write."""
+    return RESULTS["forward"] if direction == "forward" else tuple(f"d{name}" for name in problem.gradients)
+
+
+def _shape_of(name, problem, facts):
+    """The gradient of a bias has as many axes as the caller's bias, which are fewer than the problem's where it is broadcast."""
+    return facts["bias"].shape if name == "dbias" else problem.shape_of(name)
 
 
 def _remember(key, call: Call) -> Call:
@@ -161,12 +273,12 @@ def _remember(key, call: Call) -> Call:
     return call
 
 
-def _apart(facts: dict[str, Facts], direction: str):
+def _apart(facts: dict[str, Facts], problem: Problem, direction: str):
     """See `Call.apart`. It runs in every call with given results, so it is compiled to one flat expression of the addresses."""
-    operands = dispatch.OPERANDS if direction == "forward" else dispatch.BACKWARD_OPERANDS[:-1]
+    operands = dispatch.operands(problem, direction)
     ends = {name: extent(0, each.shape, each.strides, ITEMSIZE[each.dtype]) for name, each in facts.items()}
-    new = [name for name in RESULTS[direction] if name not in facts]
-    given = [name for name in RESULTS[direction] if name in facts]
+    results = results_of(problem, direction)
+    new, given = [name for name in results if name not in facts], [name for name in results if name in facts]
     read = [name for name in operands if name in facts and name not in given]
     conditions = [f"not ({' | '.join(new)}) & 15"] if new else []  # less alignment than plans take for granted
     conditions += given
@@ -174,8 +286,7 @@ def _apart(facts: dict[str, Facts], direction: str):
         for other in (*read, *given[n + 1 :]):
             (low, high), (other_low, other_high) = ends[one], ends[other]
             conditions.append(f"not {other_low - high} < {one} - {other} < {other_high - low}")
-    arguments = ", ".join((*operands, "*workspace"))
-    return eval(f"lambda {arguments}: bool({' and '.join(conditions)})")
+    return eval(f"lambda {', '.join(operands)}: bool({' and '.join(conditions)})")
 
 
 def forget() -> None:
@@ -191,14 +302,15 @@ def describe(library: Library, arrays: dict, options: dict, direction: str = "fo
         *(facts[name].shape for name in "qkv"),
         [facts[name].dtype for name in "qkv"],
         **options,
+        **{name: (facts[name].shape, facts[name].dtype) for name in OPTIONS if name in facts},
     )
     for name, given in facts.items():
-        want = {"want_shape": problem.shape_of(name), "want_dtype": problem.dtype_of(name)}
+        want = {"want_shape": _shape_of(name, problem, facts), "want_dtype": problem.dtype_of(name)}
         if name in RESULTS[direction]:
             check_result(name, given.shape, given.dtype, readonly=given.readonly, **want)
             if overlaps_itself(given.shape, given.strides, ITEMSIZE[given.dtype]):
                 raise ValueError(f"{name} must give every element a place of its own; got strides {given.strides} (bytes) for shape {given.shape}")
-        elif name not in "qkv":
+        elif name not in NEEDS + OPTIONS:
             check_saved(name, given.shape, given.dtype, **want)
     if library.one_device:
         check_one_device(facts)
@@ -212,14 +324,16 @@ def check_one_device(facts: dict[str, Facts]) -> None:
 
 def plan_call(problem: Problem, facts: dict[str, Facts], with_lse: bool, device: dispatch.Device) -> dispatch.Plan:
     """The plan of a problem for arrays as they lie; results that are not among the facts are new and row-major."""
-    layouts, misaligned = _layouts(problem, facts, dispatch.OPERANDS if with_lse else dispatch.OPERANDS[:-1])
+    operands = dispatch.OPERANDS if with_lse else dispatch.OPERANDS[:-1]
+    layouts, misaligned = _layouts(problem, facts, (*operands, *problem.options))
     plan = dispatch.make_plan(problem, dispatch.Layouts(**layouts), device)
     return _with_copies(plan, misaligned)
 
 
 def plan_backward_call(problem: Problem, facts: dict[str, Facts], needs, deterministic: bool, device: dispatch.Device) -> dispatch.Plan:
     """The same for the gradients of ``needs``, with a gradient of the LSE when ``dlse`` is among the facts."""
-    operands = ["dout", "q", "k", "v", "out", "lse", *(["dlse"] if "dlse" in facts else []), *(f"d{name}" for name in needs)]
+    dlse = ("dlse",) if "dlse" in facts else ()
+    operands = ("dout", "q", "k", "v", "out", "lse", *dlse, *(f"d{name}" for name in needs), *problem.options)
     layouts, misaligned = _layouts(problem, facts, operands)
     plan = dispatch.make_backward_plan(problem, dispatch.BackwardLayouts(**layouts), device, deterministic)
     return _with_copies(plan, misaligned)
@@ -235,8 +349,14 @@ def _layouts(problem, facts, operands):
             given = dispatch.Layout(shape, contiguous_strides(shape, itemsize))
             if name in facts:
                 misaligned.append(name)
-        layouts[name] = given
+        layouts[name] = _broadcast(given, shape) if name.removeprefix("d") in OPTIONS else given
     return layouts, misaligned
+
+
+def _broadcast(layout, shape):
+    """An option has all axes that a kernel counts, and strides of 0 along those that it does not."""
+    strides = (0,) * (len(shape) - len(layout.strides)) + layout.strides
+    return dispatch.Layout(shape, tuple(0 if n == 1 else step for n, step in zip(shape, strides, strict=True)), layout.alignment)
 
 
 def _with_copies(plan, misaligned):

@@ -12,16 +12,31 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from .problem import Problem, UnsupportedError
+from .problem import DIFFERENTIABLE_OPTIONS, OPTIONS, Problem, UnsupportedError
 
 FAMILIES = ("sm90", "simt", "cpu")
 """Kernel families, the preferred one first."""
 
 OPERANDS = ("q", "k", "v", "out", "lse")
-"""Arrays of a forward call, in the order in which a `Launch` takes their addresses."""
+"""Arrays of a forward call without options, in the order in which a `Launch` takes their addresses."""
 
 BACKWARD_OPERANDS = ("dout", "q", "k", "v", "out", "lse", "dlse", "dq", "dk", "dv", "workspace")
-"""Arrays of a backward call, in the order in which a `BackwardLaunch` takes their addresses."""
+"""The same of a backward call."""
+
+OPTION_OPERANDS = (*OPTIONS, "seed")
+"""What options add to a forward call. The seed of a dropout mask is a number of 64 bits in the place of an address."""
+
+ALL_OPERANDS = tuple(dict.fromkeys((*OPERANDS, *OPTION_OPERANDS, *BACKWARD_OPERANDS, *(f"d{name}" for name in DIFFERENTIABLE_OPTIONS))))
+"""Every operand that a call may have."""
+
+
+def operands(problem: Problem, direction: str = "forward") -> tuple[str, ...]:
+    """Operands of a call that computes the problem, in the order in which its `Launch` takes their addresses."""
+    options = (*problem.options, *(("seed",) if problem.dropout else ()))
+    if direction == "forward":
+        return OPERANDS + options
+    gradients = tuple(f"d{name}" for name in DIFFERENTIABLE_OPTIONS if name in problem.options)
+    return BACKWARD_OPERANDS[:-1] + options + gradients + BACKWARD_OPERANDS[-1:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +91,30 @@ def contiguous_strides(shape, itemsize: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Layouts:
-    """Layout of every operand of a call. ``lse`` is None when nobody asked for it."""
+    """Layout of every operand of a call. ``lse`` is None when nobody asked for it, and so is what the problem has not.
+
+    ``mask`` and ``bias`` have 4 axes and ``alibi_slopes`` 2, with strides of 0 along those that are broadcast.
+    """
 
     q: Layout
     k: Layout
     v: Layout
     out: Layout
     lse: Layout | None = None
+    mask: Layout | None = None
+    bias: Layout | None = None
+    alibi_slopes: Layout | None = None
+    sinks: Layout | None = None
+    seqlens_q: Layout | None = None
+    seqlens_k: Layout | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardLayouts:
-    """Layout of every operand of a backward call. ``dlse`` is None without a gradient of the LSE, a gradient that nobody needs is None."""
+    """Layout of every operand of a backward call. ``dlse`` is None without a gradient of the LSE, a gradient that nobody needs is None.
+
+    The options lie as in `Layouts`; ``dbias`` has the axes of ``bias``.
+    """
 
     dout: Layout
     q: Layout
@@ -99,6 +126,14 @@ class BackwardLayouts:
     dq: Layout | None = None
     dk: Layout | None = None
     dv: Layout | None = None
+    mask: Layout | None = None
+    bias: Layout | None = None
+    alibi_slopes: Layout | None = None
+    sinks: Layout | None = None
+    seqlens_q: Layout | None = None
+    seqlens_k: Layout | None = None
+    dbias: Layout | None = None
+    dsinks: Layout | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,15 +184,9 @@ class Plan:
 class Launch(Protocol):
     """A built kernel with its prepared arguments, safe to call from several threads at once.
 
-    Pointers are addresses in bytes, in the layouts of the plan; ``lse`` is 0 when there is none.
+    ``addresses`` are those of the `operands` of the problem, in the layouts of the plan, 0 for what there is none of.
     ``stream`` is a CUstream handle, 0 on the CPU.
     """
-
-    def __call__(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None: ...
-
-
-class BackwardLaunch(Protocol):
-    """The same for the backward: every address at once, in the order of `BACKWARD_OPERANDS`, 0 for what there is none of."""
 
     def __call__(self, addresses: tuple[int, ...], stream: int) -> None: ...
 
@@ -187,11 +216,16 @@ class BackwardFamily(Protocol):
     def plan(self, problem: Problem, layouts: BackwardLayouts, device: Device, deterministic: bool) -> Plan:
         """As `Family.plan`, with the direction, determinism and workspace of the plan set."""
 
-    def prepare(self, plan: Plan) -> BackwardLaunch:
+    def prepare(self, plan: Plan) -> Launch:
         """As `Family.prepare`."""
 
     def resources(self, plan: Plan) -> dict[str, Any]:
         """As `Family.resources`."""
+
+
+def missing(problem: Problem, features: frozenset[str]) -> list[str]:
+    """Reasons why a family cannot compute a problem, of what it has beside q, k and v: its `Problem.features` that are not among these."""
+    return [f"it has no {feature}" for feature in problem.features if feature not in features]
 
 
 _forced: ContextVar[str | None] = ContextVar("numbaflash_family", default=None)

@@ -419,7 +419,7 @@ def _run_forward(options, arguments, results, platform, index, stream, execute):
     shapes, dtypes = tuple(_folded(_shape(buffer)) for buffer in arguments), tuple(_DTYPES[buffer.dtype] for buffer in arguments)
     launch = _launch(options, len(results) == 2, shapes, dtypes, platform, index, _alignment(addresses))
     if execute and launch is not None:
-        launch(*addresses[:4], addresses[4] if len(results) == 2 else 0, stream)
+        launch((*addresses[:4], addresses[4] if len(results) == 2 else 0), stream)
 
 
 def _run_backward(options, arguments, results, platform, index, stream, execute):

@@ -51,10 +51,10 @@ class FakeFamily:
         return self.plans[-1]
 
     def prepare(self, plan):
-        def launch(q, k, v, out, lse, stream):
-            self.launches.append((q, k, v, out, lse, stream))
+        def launch(addresses, stream):
+            self.launches.append((*addresses, stream))
             if self.on_launch is not None:
-                self.on_launch(q, k, v, out, lse, stream)
+                self.on_launch(*addresses, stream)
 
         return launch
 

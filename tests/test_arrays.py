@@ -416,7 +416,7 @@ def gpus(monkeypatch):
 
         @staticmethod
         def prepare(plan):
-            return lambda *arguments: launches.append((plan.device.index, *arguments))
+            return lambda addresses, stream: launches.append((plan.device.index, *addresses, stream))
 
     monkeypatch.setattr(toolchain, "device_of_address", lambda address: address >> 40)
     monkeypatch.setattr(toolchain, "device", lambda index: dispatch.Device("cuda", index, (9, 0), 132, f"fake {index}"))

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ..dispatch import ALL_OPERANDS
 from . import numpy as host
 from .base import ITEMSIZE, Facts, Library, contiguous_strides
 from .streams import LEGACY_DEFAULT, stream_handle
@@ -53,18 +54,18 @@ class Lender(Library):
     def __init__(self, name):
         self.name = name
 
-    def forward(self, q, k, v, *, out, lse, stream, **options):
+    def forward(self, q, k, v, *, stream, **options):
         from ..api import forward
 
-        return self._call(forward, {"q": q, "k": k, "v": v, "out": out, "lse": lse}, stream, options)
+        return self._call(forward, {"q": q, "k": k, "v": v}, stream, options)
 
-    def backward(self, dout, q, k, v, out, lse, *, dlse, dq, dk, dv, stream, **options):
+    def backward(self, dout, q, k, v, out, lse, *, stream, **options):
         from ..api import backward
 
-        inputs = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
-        return self._call(backward, inputs | {"dq": dq, "dk": dk, "dv": dv}, stream, options)
+        return self._call(backward, {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}, stream, options)
 
     def _call(self, function, given: dict, stream, options: dict):
+        given |= {name: options.pop(name) for name in ALL_OPERANDS if name in options and name != "seed"}
         with self.borrowed(given, stream) as (lent, stream):
             result = function(stream=stream, **lent, **options)
         return _as_given(result, {lent[name]: x for name, x in given.items() if x is not None})

@@ -10,7 +10,7 @@ import ctypes
 import struct
 from dataclasses import dataclass
 
-from ..dispatch import BACKWARD_OPERANDS, OPERANDS, Device
+from ..dispatch import ALL_OPERANDS, OPERANDS, Device
 from .compile import KernelRequest, cluster_of, launch_threads, parameter_sizes
 from .driver import driver, load, pointer, pushed, shared_limit
 
@@ -32,7 +32,7 @@ _SCALAR = {"int32": "i", "uint32": "I", "int64": "q", "uint64": "Q", "float32": 
 _MAP_BYTES = 128
 
 
-_NAMES = tuple(dict.fromkeys((*OPERANDS, *BACKWARD_OPERANDS)))
+_NAMES = ALL_OPERANDS
 
 
 def _check_operand(operand):
@@ -273,10 +273,9 @@ def _encode(described, at, address, about):
 
 
 class Launch:
-    """A loaded kernel with its described arguments: ``launch(q, k, v, out, lse, stream)``, safe among threads.
+    """A loaded kernel with its described arguments: ``launch(addresses, stream)``, safe among threads.
 
-    Addresses are ints, `stream` is a CUstream handle. The caller's current context is left as it was. A launch of other operands is
-    called by `run`.
+    The addresses are ints in the order of the operands, `stream` is a CUstream handle. The caller's current context is left as it was.
 
     Attributes
     ----------
@@ -321,10 +320,7 @@ class Launch:
         self._launch, self._current, self._replace = cuda.cuLaunchKernelEx, cuda.cuCtxGetCurrent, cuda.cuTensorMapReplaceAddress
         self._free = []
 
-    def __call__(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
-        self.run((q, k, v, out, lse), stream)
-
-    def run(self, addresses: tuple[int, ...], stream: int) -> None:
+    def __call__(self, addresses: tuple[int, ...], stream: int) -> None:
         """Launch with the addresses of the operands, in their order."""
         try:
             block = self._free.pop()
@@ -390,7 +386,7 @@ def prepare(request: KernelRequest, parameters, *, grid, threads: int, shared_by
         Threads and dynamic shared memory of a block.
     device : Device or int
     operands : tuple of str
-        Names of the arrays whose addresses a launch gets: `OPERANDS` or `BACKWARD_OPERANDS` of `numbaflash.dispatch`.
+        Names of the arrays whose addresses a launch gets, in their order: `numbaflash.dispatch.operands` of a problem.
 
     Raises
     ------

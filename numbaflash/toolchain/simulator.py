@@ -63,10 +63,7 @@ class SimulatedLaunch:
         self._function, self._parameters, self._operands = function, parameters, operands
         self._grid, self._threads, self._shared_bytes = grid, threads, shared_bytes
 
-    def __call__(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
-        self.run((q, k, v, out, lse), stream)
-
-    def run(self, addresses: tuple[int, ...], stream: int) -> None:
+    def __call__(self, addresses: tuple[int, ...], stream: int) -> None:
         """Launch with the addresses of the operands, in their order."""
         from numba import cuda
         from numba.cuda.cudadrv.devicearray import FakeCUDAArray

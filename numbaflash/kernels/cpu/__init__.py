@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import numba
 
-from ...dispatch import Device, Layouts, Plan
+from ...dispatch import Device, Layouts, Plan, missing
 from ...problem import Problem
 
-__all__ = ["plan", "prepare", "resources", "supports"]
+__all__ = ["FEATURES", "plan", "prepare", "resources", "supports"]
+
+FEATURES = frozenset()
+"""`Problem.features` that the forward kernels have."""
 
 
-def supports(problem: Problem, device: Device) -> tuple[str, ...]:
+def supports(problem: Problem, device: Device, features: frozenset[str] = FEATURES) -> tuple[str, ...]:
     """Reasons why this family cannot compute the problem there; empty when it can."""
     if device.kind != "cpu":
         return (f"it computes on the CPU, the arrays are on {device.name}",)
     if numba.config.DISABLE_JIT:
         return ("NUMBA_DISABLE_JIT is set, and its kernels exist only compiled",)
-    return ()
+    return tuple(missing(problem, features))
 
 
 def plan(problem: Problem, layouts: Layouts, device: Device) -> Plan:

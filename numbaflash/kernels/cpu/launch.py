@@ -113,12 +113,12 @@ def prepare(plan):
     """The `Launch` of a plan, planned anew whenever ``numba.set_num_threads`` has changed what is to be had."""
     launches = {available_threads(): _prepare(plan)}
 
-    def launch(q, k, v, out, lse, stream):
+    def launch(addresses, stream):
         threads = available_threads()
         prepared = launches.get(threads)
         if prepared is None:
             prepared = launches[threads] = _prepare(plan_for(plan.problem, plan.layouts, plan.device, threads))
-        prepared(q, k, v, out, lse)
+        prepared(addresses)
 
     return launch
 
@@ -128,9 +128,9 @@ def _prepare(plan):
     address = kernel.address
     args = arguments(plan.problem, plan.layouts, plan.config)
 
-    def launch(q, k, v, out, lse):
+    def launch(addresses):
         with using(plan.threads) as threads:
-            run(address, args, q, k, v, out, lse, threads)
+            run(address, args, *addresses, threads)
 
     return launch
 

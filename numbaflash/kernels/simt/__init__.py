@@ -12,20 +12,23 @@ from typing import Any
 import numpy as np
 
 from numbaflash import toolchain
-from numbaflash.dispatch import Device, Launch, Layout, Layouts, Plan
+from numbaflash.dispatch import Device, Launch, Layout, Layouts, Plan, missing, operands
 from numbaflash.problem import ITEMSIZE, Problem
 from numbaflash.toolchain import simulator
 
 from .config import Config, choose_config
+
+FEATURES = frozenset()
+"""`Problem.features` that the kernel has."""
 
 _BUILD = "numbaflash.kernels.simt.forward:build"
 _MOST_TILES = 2**31 - 1
 _L2_BYTES = 16 * 2**20  # keys and values of the heads that run together; the L2 caches of data-centre GPUs hold more
 
 
-def supports(problem: Problem, device: Device) -> tuple[str, ...]:
+def supports(problem: Problem, device: Device, features: frozenset[str] = FEATURES) -> tuple[str, ...]:
     """Reasons why this family cannot compute the problem there."""
-    reasons = []
+    reasons = missing(problem, features)
     if device.kind == "cpu":
         if not simulator.is_active():
             reasons.append("it needs an NVIDIA GPU (CPU arrays run only in Numba's CUDA simulator, NUMBA_ENABLE_CUDASIM=1)")
@@ -53,7 +56,15 @@ def request(plan: Plan) -> toolchain.KernelRequest:
 def prepare(plan: Plan) -> Launch:
     """Build (or fetch) and load the kernel of a plan."""
     make = simulator.prepare if plan.device.kind == "cpu" else toolchain.prepare
-    return make(request(plan), parameters(plan), grid=plan.grid, threads=plan.threads, shared_bytes=plan.shared_bytes, device=plan.device)
+    return make(
+        request(plan),
+        parameters(plan),
+        grid=plan.grid,
+        threads=plan.threads,
+        shared_bytes=plan.shared_bytes,
+        device=plan.device,
+        operands=operands(plan.problem),
+    )
 
 
 def parameters(plan: Plan) -> list:

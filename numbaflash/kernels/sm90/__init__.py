@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ... import toolchain
-from ...dispatch import Device, Launch, Layouts, Plan
+from ...dispatch import Device, Launch, Layouts, Plan, missing, operands
 from ...problem import ITEMSIZE, Problem, trim_keys
 from ..sections import choose_section
 from .config import ELEMENTS, SharedMemory, forward_config, kv_blocks
@@ -16,6 +16,9 @@ from .tensor_maps import packed_rows_map, refusal, row_major, rows_map
 
 NONFINITE_VALUES_SPREAD = True
 """NaN or infinity in a value that some query sees may reach other queries of its tile: the tensor core multiplies it by their weight of 0."""
+
+FEATURES = frozenset()
+"""`Problem.features` that the kernel has."""
 
 _BUILD = "numbaflash.kernels.sm90.forward:build"
 _ARCH = (9, 0, "a")
@@ -25,9 +28,9 @@ _TILE_COST = 1.0  # start and end of a tile, in KV blocks
 _TINY_SCALE = 2.0**-100  # in place of 0, whose product with a masked score of -inf would be NaN
 
 
-def supports(problem: Problem, device: Device) -> tuple[str, ...]:
+def supports(problem: Problem, device: Device, features: frozenset[str] = FEATURES) -> tuple[str, ...]:
     """Reasons why this family cannot compute the problem there."""
-    reasons = []
+    reasons = missing(problem, features)
     if device.kind != "cuda" or device.capability != (9, 0):
         which = "a CPU" if device.kind == "cpu" else f"compute capability {device.capability[0]}.{device.capability[1]}"
         reasons.append(f"it needs a Hopper GPU (compute capability 9.0); this is {which}")
@@ -81,15 +84,22 @@ def request(plan: Plan) -> toolchain.KernelRequest:
 def prepare(plan: Plan) -> Launch:
     """Build (or fetch) and load the kernel of a plan."""
     launch = toolchain.prepare(
-        request(plan), parameters(plan), grid=plan.grid, threads=plan.threads, shared_bytes=plan.shared_bytes, device=plan.device
+        request(plan),
+        parameters(plan),
+        grid=plan.grid,
+        threads=plan.threads,
+        shared_bytes=plan.shared_bytes,
+        device=plan.device,
+        operands=operands(plan.problem),
     )
     first_key = trim_keys(plan.problem)[1]
     if not first_key:
         return launch
     skip_k, skip_v = first_key * plan.layouts.k.strides[1], first_key * plan.layouts.v.strides[1]
 
-    def launch_trimmed(q, k, v, out, lse, stream):
-        launch(q, k + skip_k, v + skip_v, out, lse, stream)
+    def launch_trimmed(addresses, stream):
+        q, k, v, *others = addresses
+        launch((q, k + skip_k, v + skip_v, *others), stream)
 
     return launch_trimmed
 

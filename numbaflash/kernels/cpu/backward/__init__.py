@@ -8,9 +8,17 @@ from __future__ import annotations
 
 from ....dispatch import BackwardLayouts, Device, Plan
 from ....problem import Problem
-from .. import supports
+from .. import supports as supports_features
 
-__all__ = ["plan", "prepare", "resources", "supports"]
+__all__ = ["FEATURES", "plan", "prepare", "resources", "supports"]
+
+FEATURES = frozenset()
+"""`Problem.features` that the kernel has."""
+
+
+def supports(problem: Problem, device: Device) -> tuple[str, ...]:
+    """Reasons why this family cannot compute the gradients there; empty when it can."""
+    return supports_features(problem, device, FEATURES)
 
 
 def plan(problem: Problem, layouts: BackwardLayouts, device: Device, deterministic: bool) -> Plan:
@@ -22,7 +30,7 @@ def plan(problem: Problem, layouts: BackwardLayouts, device: Device, determinist
 
 
 def prepare(plan: Plan):
-    """Compile the kernel, or fetch it from the cache, and return the `BackwardLaunch`."""
+    """Compile the kernel, or fetch it from the cache, and return the `Launch`."""
     from . import launch
 
     return launch.prepare(plan)

@@ -58,7 +58,7 @@ def plan_for(problem, layouts, device, threads: int) -> Plan:
 
 
 def prepare(plan):
-    """The `BackwardLaunch` of a plan, planned anew whenever ``numba.set_num_threads`` has changed what is to be had."""
+    """The `Launch` of a plan, planned anew whenever ``numba.set_num_threads`` has changed what is to be had."""
     launches = {threads_of.available_threads(): _prepare(plan)}
 
     def launch(addresses, stream):

@@ -12,12 +12,15 @@ from typing import Any
 import numpy as np
 
 from numbaflash import toolchain
-from numbaflash.dispatch import BACKWARD_OPERANDS, BackwardLaunch, BackwardLayouts, Device, Layout, Plan, contiguous_strides
+from numbaflash.dispatch import BackwardLayouts, Device, Launch, Layout, Plan, contiguous_strides, operands
 from numbaflash.kernels import simt
 from numbaflash.problem import ITEMSIZE, Problem
 from numbaflash.toolchain import simulator
 
 from .config import Config, choose_config
+
+FEATURES = frozenset()
+"""`Problem.features` that the kernels have."""
 
 _BUILD = "numbaflash.kernels.simt.backward."
 _MOST_TILES = 2**31 - 1
@@ -27,7 +30,7 @@ _NOTHING = {rank: Layout((0,) * rank, (0,) * rank) for rank in (3, 4)}
 
 def supports(problem: Problem, device: Device) -> tuple[str, ...]:
     """Reasons why this family cannot compute the problem's gradients there."""
-    reasons = list(simt.supports(problem, device))
+    reasons = list(simt.supports(problem, device, FEATURES))
     if problem.left is not None and problem.seqlen_k - problem.offset + problem.left >= 2**31 - 256:
         reasons.append("the last key's last query, seqlen_k - offset + left, must stay within int32")
     if problem.batch * problem.heads * -(-problem.seqlen_q // 4) > _MOST_TILES:
@@ -158,14 +161,15 @@ class _Launches:
 
     def __call__(self, addresses: tuple[int, ...], stream: int) -> None:
         for launch in self._launches:
-            launch.run(addresses, stream)
+            launch(addresses, stream)
 
 
-def prepare(plan: Plan) -> BackwardLaunch:
+def prepare(plan: Plan) -> Launch:
     """Build (or fetch) and load the kernels of a plan."""
     make = simulator.prepare if plan.device.kind == "cpu" else toolchain.prepare
+    names = operands(plan.problem, "backward")
     return _Launches(
-        make(wanted, parameters, grid=(blocks,), threads=plan.threads, shared_bytes=shared_bytes, device=plan.device, operands=BACKWARD_OPERANDS)
+        make(wanted, parameters, grid=(blocks,), threads=plan.threads, shared_bytes=shared_bytes, device=plan.device, operands=names)
         for wanted, parameters, blocks, shared_bytes in launches(plan)
     )
 

@@ -11,12 +11,15 @@ from typing import Any
 import numpy as np
 
 from .... import toolchain
-from ....dispatch import BACKWARD_OPERANDS, BackwardLaunch, BackwardLayouts, Device, Plan
+from ....dispatch import BackwardLayouts, Device, Launch, Plan, operands
 from ....problem import ITEMSIZE, Problem, trim_keys
 from ... import sm90
 from ...sections import choose_section, fitting_section
 from ..tensor_maps import refusal, row_major, rows_map
 from .config import PART_ROWS, ROW_THREADS, TICKET_BYTES, BackwardConfig, SharedMemory, backward_config, q_blocks_of_tiles, visible_queries
+
+FEATURES = frozenset()
+"""`Problem.features` that the kernels have."""
 
 _BUILD = "numbaflash.kernels.sm90.backward."
 _ARCH = (9, 0, "a")
@@ -27,7 +30,7 @@ _TILE_COST = 1.5  # start and end of a tile, in blocks of queries
 
 def supports(problem: Problem, device: Device) -> tuple[str, ...]:
     """Reasons why this family cannot compute the problem's gradients there."""
-    return sm90.supports(problem, device)
+    return sm90.supports(problem, device, FEATURES)
 
 
 def plan(problem: Problem, layouts: BackwardLayouts, device: Device, deterministic: bool) -> Plan:
@@ -186,12 +189,11 @@ def _dq_parameters(plan, workspace):
     ]
 
 
-def prepare(plan: Plan) -> BackwardLaunch:
+def prepare(plan: Plan) -> Launch:
     """Build (or fetch) and load the kernels of a plan."""
+    names = operands(plan.problem, "backward")
     prepared = tuple(
-        toolchain.prepare(
-            wanted, parameters, grid=grid, threads=threads, shared_bytes=shared_bytes, device=plan.device, operands=BACKWARD_OPERANDS
-        ).run
+        toolchain.prepare(wanted, parameters, grid=grid, threads=threads, shared_bytes=shared_bytes, device=plan.device, operands=names)
         for wanted, parameters, grid, threads, shared_bytes in launches(plan)
     )
 
