@@ -108,10 +108,14 @@ def backward(problem: Problem, dout, q, k, v, dlse=None, *, seed: int = 0, **opt
 
 def check_options(problem: Problem, options: dict) -> dict:
     """The arrays in float64 (mask and lengths: bool and int) with the axes of `Problem.shape_of`; ValueError when they are not the problem's."""
-    if set(options) != set(problem.options):
-        raise ValueError(f"the problem has the options {', '.join(problem.options) or 'none'}; got {', '.join(options) or 'none'}")
+    check_names(problem, options)
     kinds = {"mask": bool, "seqlens_q": np.int64, "seqlens_k": np.int64}
     return {name: np.asarray(x).astype(kinds.get(name, np.float64)).reshape(problem.shape_of(name)) for name, x in options.items()}
+
+
+def check_names(problem: Problem, options) -> None:
+    if set(options) != set(problem.options):
+        raise ValueError(f"the problem has the options {', '.join(problem.options) or 'none'}; got {', '.join(options) or 'none'}")
 
 
 def lengths(problem: Problem, b: int, seqlens_q=None, seqlens_k=None, **_) -> tuple[int, int]:
@@ -191,15 +195,15 @@ def _softmax(problem, b, h, q, k, options):
     )
 
 
-def kept(problem: Problem, b: int, h: int, seed: int) -> np.ndarray:
-    """(seqlen_q, seqlen_k): what dropout multiplies the weights by, 0 or ``1 / (1 - dropout)``.
+def kept(problem: Problem, b: int, h: int, seed: int, rows: slice = slice(None)) -> np.ndarray:
+    """(seqlen_q, seqlen_k), or some rows of it: what dropout multiplies the weights by, 0 or ``1 / (1 - dropout)``.
 
     Philox counts blocks of two queries and four keys that are 8 apart, and each pair takes 16 of the 128 bits: `numbaflash.kernels.dropout` says
     how, and why.
     """
     if not problem.dropout:
-        return np.ones((problem.seqlen_q, problem.seqlen_k))
-    i, j = np.indices((problem.seqlen_q, problem.seqlen_k), np.uint32)
+        return np.ones((problem.seqlen_q, problem.seqlen_k))[rows]
+    i, j = np.indices((problem.seqlen_q, problem.seqlen_k), np.uint32)[:, rows]
     words = philox((j // 32 * 8 + j % 8, i // 16 * 8 + i % 8, np.full_like(i, h), np.full_like(i, b)), seed)
     word = np.choose(j // 8 % 4, words)
     half = np.where(i // 8 % 2, word >> 16, word & 0xFFFF).astype(np.uint16).view(np.int16)

@@ -1121,7 +1121,7 @@ def test_tensor_map_needs_an_aligned_address(fake):
 def test_kernel_is_loaded_once(fake):
     first, second = prepare_everything(fake), prepare_everything(fake, grid=(7,), shared_bytes=0)
     assert first.function is second.function and len(fake.modules) == 1
-    second(*ADDRESSES.values(), 0)
+    second(tuple(ADDRESSES.values()), 0)
     assert fake.launches[-1][0] == struct.pack("<8I3Q", 7, 1, 1, 16, 1, 1, 0, 0, 0, 0, 0)
     prepare_everything(fake, shared_bytes=2048)
     prepare_everything(fake, shared_bytes=512)
@@ -1267,7 +1267,7 @@ def test_every_return_code_of_loading_is_checked(fake, call):
     assert caught.value.code == 999
     assert fake.stack() == []
     fake.fail.clear()
-    prepare_everything(fake)(*ADDRESSES.values(), 0)
+    prepare_everything(fake)(tuple(ADDRESSES.values()), 0)
     assert fake.launches[-1][2] == expected_values(ADDRESSES), "a failure is not remembered"
 
 
@@ -1386,7 +1386,7 @@ def test_clusters(fake):
     config = EverythingConfig(cluster=(2, 1, 1))
     with pytest.raises(ValueError, match=re.escape("grid must be a multiple of the kernel's cluster (2, 1, 1); got (3, 2, 1)")):
         prepare_everything(fake, ptx=clustered(2), config=config)
-    prepare_everything(fake, grid=(4, 2), config=config)(*ADDRESSES.values(), 0)
+    prepare_everything(fake, grid=(4, 2), config=config)(tuple(ADDRESSES.values()), 0)
     assert [attribute for _, attribute, _ in fake.attributes] == [8]
     prepare_everything(fake, grid=(32,), ptx=clustered(16), config=EverythingConfig(cluster=(16, 1, 1)))
     assert fake.attributes[-1][1:] == (14, 1), "more than 8 blocks a cluster need a permission"
@@ -1617,7 +1617,7 @@ def everything_expected(data):
 
 def check_everything(data, memories, launch, lse=True):
     q, k, v, out, scalars = (memory.address.value for memory in memories)
-    launch(q, k, v + 12, out, scalars if lse else 0, 0)
+    launch((q, k, v + 12, out, scalars if lse else 0), 0)
     np.testing.assert_array_equal(memories[3].read(), everything_expected(data))
 
 

@@ -24,7 +24,7 @@ def plan_of(case: Case, device: Device, family: str | None = None, library: str 
         absent = (*absent, "lse")
     for name in case.present:
         if name not in absent:
-            dtype, shape = problem.dtype_of(name), problem.shape_of(name)
+            dtype, shape = problem.dtype_of(name), case.shape_of(name)
             _, first, strides = getattr(case, name).resolve(shape)
             itemsize = ITEMSIZE[dtype]
             facts[name] = Facts((GUARD + first) * itemsize, shape, tuple(s * itemsize for s in strides), dtype, device.kind, device.index)

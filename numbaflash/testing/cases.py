@@ -14,10 +14,27 @@ from typing import ClassVar
 import numpy as np
 
 from .. import reference
-from ..call import RESULTS
-from ..dispatch import BACKWARD_OPERANDS, OPERANDS
-from ..problem import DTYPES, NEEDS, Problem, check_needs, make_problem
-from .values import BITS, HIDDEN, RECIPES, SENTINEL, decode, encode, fill, fill_gradient
+from ..dispatch import BACKWARD_OPERANDS
+from ..problem import DIFFERENTIABLE_OPTIONS, DTYPES, LENGTH_DTYPES, NEEDS, OPTIONS, Problem, check_needs, make_problem
+from .values import (
+    BIASES,
+    BITS,
+    HIDDEN,
+    LENGTHS,
+    MASKS,
+    RECIPES,
+    SENTINEL,
+    decode,
+    encode,
+    fill,
+    fill_bias,
+    fill_gradient,
+    fill_lengths,
+    fill_mask,
+    fill_sinks,
+    fill_slopes,
+    garbage,
+)
 
 GUARD = 64  # elements before and after every operand, watched for stray writes
 
@@ -49,7 +66,7 @@ class Placement:
         order = self.order or tuple(range(rank))
         step = self.step or (1,) * rank
         pad = self.pad or (0,) * rank
-        if sorted(order) != list(range(rank)) or len(step) != rank or len(pad) != rank or min(pad) < 0 or self.offset < 0:
+        if sorted(order) != list(range(rank)) or len(step) != rank or len(pad) != rank or min(pad, default=0) < 0 or self.offset < 0:
             raise ValueError(f"{self} does not fit an operand of {rank} axes")
         if 0 in shape:  # no element to lay out; NumPy accepts few strides here
             return self.offset, self.offset, (1,) * rank
@@ -127,6 +144,20 @@ class Case:
     return_lse : bool
     seed : int
         Of the values.
+    softcap : float or None
+    dropout, dropout_seed : float, int
+        The ``dropout`` and ``seed`` that `numbaflash.forward` takes.
+    mask_shape, bias_shape, alibi_shape : tuple of int or None
+        Shapes as the caller has them; None for no such array.
+    bias_dtype : str or None
+        None is `dtype`.
+    with_sinks : bool
+    mask_values, bias_values : str
+        Recipes: one of `MASKS`, one of `BIASES`.
+    lengths_q, lengths_k : str or None
+        Recipes for ``seqlens_q`` and ``seqlens_k``, of `LENGTHS`; None for no such array.
+    lengths_dtype : str
+    mask, bias, alibi_slopes, sinks, seqlens_q, seqlens_k : Placement
 
     Examples
     --------
@@ -138,7 +169,7 @@ class Case:
     """
 
     direction: ClassVar[str] = "forward"
-    operands: ClassVar[tuple[str, ...]] = OPERANDS
+    operands: ClassVar[tuple[str, ...]] = ("q", "k", "v", *OPTIONS, "out", "lse")
     """Names of the arrays that have a `Placement`, inputs first."""
 
     dtype: str = "float32"
@@ -162,10 +193,41 @@ class Case:
     give_out: bool = True
     return_lse: bool = True
     seed: int = 0
+    softcap: float | None = None
+    dropout: float = 0.0
+    dropout_seed: int = 0
+    mask_shape: tuple[int, ...] | None = None
+    bias_shape: tuple[int, ...] | None = None
+    alibi_shape: tuple[int, ...] | None = None
+    bias_dtype: str | None = None
+    with_sinks: bool = False
+    mask_values: str = "random"
+    bias_values: str = "normal"
+    lengths_q: str | None = None
+    lengths_k: str | None = None
+    lengths_dtype: str = "int32"
+    mask: Placement = field(default_factory=Placement)
+    bias: Placement = field(default_factory=Placement)
+    alibi_slopes: Placement = field(default_factory=Placement)
+    sinks: Placement = field(default_factory=Placement)
+    seqlens_q: Placement = field(default_factory=Placement)
+    seqlens_k: Placement = field(default_factory=Placement)
 
     def __post_init__(self):
-        for name, value, allowed in (("dtype", self.dtype, DTYPES), ("values", self.values, RECIPES), ("hidden", self.hidden, HIDDEN)):
+        for name, allowed in (
+            ("dtype", DTYPES),
+            ("values", RECIPES),
+            ("hidden", HIDDEN),
+            ("mask_values", MASKS),
+            ("bias_values", BIASES),
+            ("bias_dtype", (None, *DTYPES)),
+            ("lengths_q", (None, *LENGTHS)),
+            ("lengths_k", (None, *LENGTHS)),
+            ("lengths_dtype", LENGTH_DTYPES),
+        ):
+            value = getattr(self, name)
             if value not in allowed:
+                allowed = [str(each) for each in allowed]
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
         for name in dict.fromkeys(("out", "lse", *self.results)):
             if 0 in getattr(self, name).step:
@@ -174,28 +236,58 @@ class Case:
     @property
     def problem(self) -> Problem:
         """The validated problem; raises what `numbaflash.forward` would raise for it."""
+        options = {name: value for name, value in self.options.items() if name != "seed"}
         return make_problem(
             (self.batch, self.seqlen_q, self.heads, self.head_dim),
             (self.batch, self.seqlen_k, self.kv_heads, self.head_dim),
             (self.batch, self.seqlen_k, self.kv_heads, self.head_dim_v),
             (self.dtype,) * 3,
-            **self.options,
+            **options,
+            **self._option_arrays,
         )
 
     @property
     def options(self) -> dict:
-        """The keyword arguments of `numbaflash.forward` that say what is computed."""
-        return {"scale": self.scale, "causal": self.causal, "window": self.window}
+        """The keyword arguments of `numbaflash.forward`, but arrays, that say what is computed. Those beyond scale, causal and window only where
+        they say something."""
+        options = {"scale": self.scale, "causal": self.causal, "window": self.window}
+        if self.softcap is not None:
+            options["softcap"] = self.softcap
+        return options | ({"dropout": self.dropout, "seed": self.dropout_seed} if self.dropout else {})
+
+    @property
+    def _option_arrays(self) -> dict:
+        """(shape, dtype) of those of `OPTIONS` that the case has, as the caller has them."""
+        softmax_dtype = "float64" if self.dtype == "float64" else "float32"
+        found = {
+            "mask": self.mask_shape is not None and (self.mask_shape, "bool"),
+            "bias": self.bias_shape is not None and (self.bias_shape, self.bias_dtype or self.dtype),
+            "alibi_slopes": self.alibi_shape is not None and (self.alibi_shape, "float32"),
+            "sinks": self.with_sinks and ((self.heads,), softmax_dtype),
+            "seqlens_q": self.lengths_q is not None and ((self.batch,), self.lengths_dtype),
+            "seqlens_k": self.lengths_k is not None and ((self.batch,), self.lengths_dtype),
+        }
+        return {name: each for name, each in found.items() if each}
+
+    @property
+    def option_arrays(self) -> tuple[str, ...]:
+        """The arrays of `OPTIONS` that the case has."""
+        return tuple(self._option_arrays)
+
+    def shape_of(self, operand: str) -> tuple[int, ...]:
+        """Shape of an operand as the caller has it: options and their gradients may have fewer axes than those of the problem."""
+        name = operand if operand in OPTIONS else operand.removeprefix("d")
+        return self._option_arrays[name][0] if name in OPTIONS else self.problem.shape_of(operand)
 
     @property
     def results(self) -> tuple[str, ...]:
         """Operands that the call writes."""
-        return RESULTS[self.direction]
+        return ("out", "lse")
 
     @property
     def present(self) -> tuple[str, ...]:
         """Operands that take part."""
-        return self.operands
+        return tuple(name for name in self.operands if name not in OPTIONS or name in self._option_arrays)
 
     @property
     def work(self) -> int:
@@ -207,21 +299,53 @@ class Case:
         problem, memory = self.problem, {}
         for name in self.present:
             dtype = problem.dtype_of(name)
-            memory[name] = Memory.filled(dtype, problem.shape_of(name), getattr(self, name), SENTINEL[dtype])
-        queries, keys = touched(problem)
+            memory[name] = Memory.filled(dtype, self.shape_of(name), getattr(self, name), SENTINEL.get(dtype, 0))
+        self._fill_options(memory)
+        queries, keys = taking_part(problem, **self.given_options(memory))
         shapes = [_distinct(memory[name]) for name in "qkv"]
         values = fill(self.values, self.dtype, np.random.default_rng(self.seed), *shapes)
         for name, x, rows in zip("qkv", values, (queries, keys, keys), strict=True):
-            self._fill_input(memory[name], x, ~rows)
+            self._fill_input(memory[name], x, ~rows[..., None])
         return memory
 
-    def _fill_input(self, memory, values, unseen, axis=1):
-        """Values in an operand, garbage around it and, if `hidden` says so, in its rows that take no part."""
-        garbage = encode({"finite": 3000.0, "nan": np.nan, "inf": np.inf}[self.hidden], memory.dtype)
-        memory.bits[:] = garbage
+    def given_options(self, memory) -> dict:
+        """The options as `numbaflash.reference.forward` takes them, out of the memory of the case: the arrays decoded, and the seed of dropout."""
+        arrays = {name: memory[name].decoded() for name in self.option_arrays}
+        return arrays | ({"seed": self.dropout_seed} if self.dropout else {})
+
+    def _fill_options(self, memory):
+        rng = np.random.default_rng((self.seed, 2))
+        capacity = {"seqlens_q": self.seqlen_q, "seqlens_k": self.seqlen_k}
+        recipes = {"seqlens_q": self.lengths_q, "seqlens_k": self.lengths_k}
+        bias = None
+        for name in self.option_arrays:
+            shape, dtype = _distinct(memory[name]), memory[name].dtype
+            if name == "mask":
+                values = fill_mask(self.mask_values, rng, shape)
+            elif name == "bias":
+                values = bias = fill_bias(self.bias_values, dtype, rng, shape)
+            elif name == "alibi_slopes":
+                values = fill_slopes(rng, shape)
+            elif name == "sinks":
+                values = fill_sinks(rng, shape)
+            else:
+                values = fill_lengths(recipes[name], dtype, rng, shape, capacity[name])
+            self._fill_input(memory[name], values)
+        if bias is not None and self.hidden != "finite":
+            seen = visible_pairs(self.problem, **self.given_options(memory))
+            broadcast = tuple(axis for axis, n in enumerate(self.problem.bias) if n == 1)
+            unseen = ~seen.any(axis=broadcast, keepdims=True).reshape(self.bias_shape)
+            self._fill_input(memory["bias"], bias, unseen)
+
+    def _fill_input(self, memory, values, unseen=None):
+        """Values in an operand, garbage around it and, if `hidden` says so, in its elements that take no part."""
+        memory.bits[:] = garbage(self.hidden, memory.dtype)
         memory.view()[...] = encode(values, memory.dtype)
-        if self.hidden != "finite" and memory.strides[axis] != 0:
-            memory.view()[(slice(None),) * axis + (unseen,)] = garbage
+        if unseen is not None and self.hidden != "finite":
+            for axis, step in enumerate(memory.strides):
+                if step == 0 and unseen.shape[axis] > 1:
+                    unseen = unseen.all(axis=axis, keepdims=True)  # one element that stands for several
+            memory.view()[np.broadcast_to(unseen, memory.shape)] = garbage(self.hidden, memory.dtype)
 
     def to_json(self) -> str:
         """One line of JSON; `from_json` is its inverse."""
@@ -247,7 +371,7 @@ class Case:
             for name in cls.operands:
                 if name in data:
                     data[name] = Placement(**{key: tuple(x) if isinstance(x, list) else x for key, x in data[name].items()})
-            for name in ("window", "needs"):
+            for name in ("window", "needs", "mask_shape", "bias_shape", "alibi_shape"):
                 if data.get(name) is not None:
                     data[name] = tuple(data[name])
             return cls(**data)
@@ -279,11 +403,11 @@ class BackwardCase(Case):
     """A complete backward problem, ready to be run.
 
     ``out`` and ``lse`` are inputs here: what the float64 reference computes, rounded. In rows that see no key, ``dout``, ``dlse`` and ``out``
-    hold what `hidden` says, as q does.
+    hold what `hidden` says, as q does; where there are sinks, which such rows do see, only in those beyond their lengths.
 
     Attributes
     ----------
-    dout, dlse, dq, dk, dv : Placement
+    dout, dlse, dq, dk, dv, dbias, dsinks : Placement
         Memory layouts beyond those of a `Case`, whose attributes are meant as there; `return_lse` has no meaning.
     give_out : bool
         Whether ``dq=``, ``dk=`` and ``dv=`` are handed in or left to the library to allocate.
@@ -292,7 +416,7 @@ class BackwardCase(Case):
     deterministic : bool
         As `numbaflash.backward` takes it.
     needs : tuple of str
-        As `numbaflash.backward` takes it, in the order q, k, v.
+        As `numbaflash.backward` takes it, in the order q, k, v, bias, sinks.
 
     Examples
     --------
@@ -302,38 +426,46 @@ class BackwardCase(Case):
     """
 
     direction: ClassVar[str] = "backward"
-    operands: ClassVar[tuple[str, ...]] = BACKWARD_OPERANDS[:-1]
+    operands: ClassVar[tuple[str, ...]] = (*BACKWARD_OPERANDS[:-1], *OPTIONS, *(f"d{name}" for name in DIFFERENTIABLE_OPTIONS))
 
     dout: Placement = field(default_factory=Placement)
     dlse: Placement = field(default_factory=Placement)
     dq: Placement = field(default_factory=Placement)
     dk: Placement = field(default_factory=Placement)
     dv: Placement = field(default_factory=Placement)
+    dbias: Placement = field(default_factory=Placement)
+    dsinks: Placement = field(default_factory=Placement)
     with_dlse: bool = False
     deterministic: bool = False
     needs: tuple[str, ...] = NEEDS
 
     def __post_init__(self):
         Case.__post_init__(self)
-        if self.needs != check_needs(self.needs):
-            raise ValueError(f"needs must be a tuple in the order q, k, v; got {self.needs!r}")
+        if self.needs != check_needs(self.needs, self.option_arrays):
+            raise ValueError(f"needs must be a tuple in the order q, k, v, bias, sinks; got {self.needs!r}")
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """What the call returns: dq, dk and dv, needed or not, and the gradients of options that are needed."""
+        return tuple(f"d{name}" for name in (*NEEDS, *(name for name in DIFFERENTIABLE_OPTIONS if name in self.needs)))
 
     @property
     def present(self) -> tuple[str, ...]:
-        absent = {f"d{name}" for name in NEEDS if name not in self.needs} | ({"dlse"} if not self.with_dlse else set())
-        return tuple(name for name in self.operands if name not in absent)
+        absent = {f"d{name}" for name in (*NEEDS, *DIFFERENTIABLE_OPTIONS) if name not in self.needs} | ({"dlse"} if not self.with_dlse else set())
+        return tuple(name for name in Case.present.fget(self) if name not in absent)
 
     def memory(self) -> dict[str, Memory]:
         memory = Case.memory(self)
-        problem, (queries, _) = self.problem, touched(self.problem)
+        problem, options = self.problem, self.given_options(memory)
+        dead = ~rows_within_lengths(problem, **options) if problem.sinks else ~taking_part(problem, **options)[0]
+        by_head = np.moveaxis(dead, 2, 1)
         rng = np.random.default_rng((self.seed, 1))
-        for name, axis in (("dout", 1), ("dlse", 2)):
+        for name, unseen in (("dout", dead[..., None]), ("dlse", by_head)):
             if name in memory:
-                values = fill_gradient(self.values, self.dtype, rng, _distinct(memory[name]))
-                self._fill_input(memory[name], values, ~queries, axis)
-        out, lse = reference.forward(problem, *(memory[name].decoded() for name in "qkv"))
-        self._fill_input(memory["out"], out, ~queries)
-        self._fill_input(memory["lse"], lse, np.zeros(problem.seqlen_q, bool), 2)  # -inf in rows without keys is what tells them
+                self._fill_input(memory[name], fill_gradient(self.values, self.dtype, rng, _distinct(memory[name])), unseen)
+        out, lse = reference.forward(problem, *(memory[name].decoded() for name in "qkv"), **options)
+        self._fill_input(memory["out"], out, dead[..., None])
+        self._fill_input(memory["lse"], lse)  # -inf in rows without keys is what tells them
         return memory
 
 
@@ -343,7 +475,7 @@ def _distinct(memory):
 
 
 def touched(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """Boolean (seqlen_q,) and (seqlen_k,): queries that see a key, keys that a query sees."""
+    """Boolean (seqlen_q,) and (seqlen_k,): queries whose band holds a key, keys that lie in the band of a query, at full lengths."""
     i = np.arange(problem.seqlen_q) + problem.offset
     lo = np.zeros_like(i) if problem.left is None else np.maximum(i - problem.left, 0)
     hi = np.full_like(i, problem.seqlen_k) if problem.right is None else np.minimum(i + problem.right + 1, problem.seqlen_k)
@@ -352,6 +484,31 @@ def touched(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     np.add.at(edges, lo[sees], 1)
     np.add.at(edges, hi[sees], -1)
     return sees, np.cumsum(edges)[: problem.seqlen_k] > 0
+
+
+def visible_pairs(problem: Problem, **options) -> np.ndarray:
+    """Boolean (batch, heads, seqlen_q, seqlen_k): which query sees which key; ``options`` as `numbaflash.reference.forward` takes them."""
+    seen = np.empty((problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k), bool)
+    arrays = {name: options[name] for name in problem.options}
+    for b, h in np.ndindex(problem.batch, problem.heads):
+        seen[b, h] = reference.visible(problem, b, h, **arrays)
+    return seen
+
+
+def taking_part(problem: Problem, **options) -> tuple[np.ndarray, np.ndarray]:
+    """Boolean (batch, seqlen_q, heads) and (batch, seqlen_k, kv_heads): queries that see a key, keys that a query of their group sees."""
+    if not {"mask", "seqlens_q", "seqlens_k"} & set(problem.options):
+        queries, keys = touched(problem)
+        return np.broadcast_to(queries[:, None], problem.q_shape[:3]), np.broadcast_to(keys[:, None], problem.k_shape[:3])
+    seen = visible_pairs(problem, **options)
+    keys = seen.any(axis=2).reshape(problem.batch, problem.kv_heads, problem.group, problem.seqlen_k).any(axis=2)
+    return np.moveaxis(seen.any(axis=3), 2, 1), np.moveaxis(keys, 2, 1)
+
+
+def rows_within_lengths(problem: Problem, **options) -> np.ndarray:
+    """Boolean (batch, seqlen_q, heads): queries that are no padding."""
+    ends = np.array([reference.lengths(problem, b, **options)[0] for b in range(problem.batch)], np.int64)
+    return np.broadcast_to((np.arange(problem.seqlen_q) < ends[:, None])[..., None], problem.q_shape[:3])
 
 
 def _placement_repr(placement) -> str:

@@ -51,7 +51,7 @@ def run_case(
     library : str
         One of `LIBRARIES`.
     kernel : callable, optional
-        ``kernel(q, k, v, scale=..., causal=..., window=...)`` returning ``out`` or ``(out, lse)`` (lse natural, (batch, heads, seqlen_q)),
+        ``kernel(q, k, v, scale=..., causal=..., window=...)``, and the options that the case has, by keyword, returning ``out`` or ``(out, lse)`` (lse natural, (batch, heads, seqlen_q)),
         checked instead of `numbaflash.forward`. ``out=`` and ``lse=`` are not handed to it.
     device : int
         CUDA device ordinal for libraries on the GPU.
@@ -73,18 +73,19 @@ def run_case(
     """
     operands = Operands(case, library, device)
     q, k, v = (operands.arrays[name] for name in "qkv")
+    options = {name: operands.arrays[name] for name in case.option_arrays}
     given = {}
     if kernel is None and case.give_out and "out" in operands.arrays:
         given = {name: operands.arrays[name] for name in ("out", "lse")[: 1 + case.return_lse]}
     with dispatch.use_family(family):
-        result = _forward(case, q, k, v, given) if kernel is None else kernel(q, k, v, **case.options)
+        result = _forward(case, q, k, v, given | options) if kernel is None else kernel(q, k, v, **case.options, **options)
     out, lse = result if isinstance(result, tuple) else (result, None)
     if kernel is None:
         _check_kind(case, given, q, out, lse)
     known = known or _expected(case, operands)
     v = operands.memory["v"].decoded()
     if kernel is None and not np.isfinite(v).all() and _values_spread(case, family, library, device):
-        known = spread_nonfinite(known, case.problem, v)
+        known = spread_nonfinite(known, case.problem, v, **case.given_options(operands.memory))
     accuracy = check_forward(case, out, lse, known=known)
     _check_memory(operands, given)
     return accuracy
@@ -113,8 +114,8 @@ def run_backward_case(
     library : str
         One of `LIBRARIES` but jax, whose arrays `numbaflash.backward` does not take.
     kernel : callable, optional
-        ``kernel(dout, q, k, v, out, lse, scale=..., causal=..., window=..., dlse=..., deterministic=..., needs=...)`` returning (dq, dk, dv),
-        checked instead of `numbaflash.backward`. ``dq=``, ``dk=`` and ``dv=`` are not handed to it.
+        ``kernel(dout, q, k, v, out, lse, scale=..., causal=..., window=..., dlse=..., deterministic=..., needs=...)``, and the
+        options that the case has, by keyword, returning (dq, dk, dv) and those of the gradients of bias and sinks that are needed, checked instead of `numbaflash.backward`. Places for the gradients are not handed to it.
     device : int
         CUDA device ordinal for libraries on the GPU.
     known : ExpectedGradients, optional
@@ -138,7 +139,8 @@ def run_backward_case(
     operands = Operands(case, library, device)
     arrays = operands.arrays
     inputs = [arrays[name] for name in ("dout", "q", "k", "v", "out", "lse")]
-    options = case.options | {"dlse": arrays.get("dlse"), "deterministic": case.deterministic, "needs": case.needs}
+    options = case.options | {name: arrays[name] for name in case.option_arrays}
+    options |= {"dlse": arrays.get("dlse"), "deterministic": case.deterministic, "needs": case.needs}
     given = {}
     if kernel is None and case.give_out:
         given = {name: arrays[name] for name in case.results if name in arrays}
@@ -149,11 +151,9 @@ def run_backward_case(
             _check_gradients(case, given, inputs[1], results)
         if case.deterministic:
             _check_repeats(results, (kernel or _backward)(*inputs, **options))
-    names = ("dout", *"qkv", "dlse")
-    if known is None and library == "torch-cuda" and case.work >= REFERENCE_ON_GPU:
-        known = expected_gradients(case.problem, **{name: arrays[name] for name in names if name in arrays})
-    elif known is None:
-        known = expected_gradients(case.problem, **{name: operands.memory[name].decoded() for name in names if name in arrays})
+    if known is None:
+        exact = {name: _exact(case, operands, name) for name in ("dout", *"qkv", "dlse") if name in operands.memory}
+        known = expected_gradients(case.problem, **exact, **case.given_options(operands.memory))
     accuracy = check_backward(case, **results, known=known)
     _check_memory(operands, given)
     return accuracy
@@ -169,7 +169,7 @@ def _check_gradients(case, given, q, results):
     for name, array in results.items():
         if (array is None) != (name[1:] not in case.needs):
             raise AccuracyError(f"needs={case.needs} must decide whether {name} is computed; got {type(array).__name__}")
-        _check_array(name, array, given, q, case.dtype)
+        _check_array(name, array, given, q, case.problem.dtype_of(name))
 
 
 def _check_repeats(first, second):
@@ -181,16 +181,21 @@ def _check_repeats(first, second):
                 raise AccuracyError(f"{name} must be the same every time; {int(different.sum())} of {a.size} elements differed the second time")
 
 
-def _forward(case, q, k, v, given):
+def _forward(case, q, k, v, more):
     from .. import forward
 
-    return forward(q, k, v, return_lse=case.return_lse, **case.options, **given)
+    return forward(q, k, v, return_lse=case.return_lse, **case.options, **more)
 
 
 def _expected(case, operands):
+    return expected(case.problem, *(_exact(case, operands, name) for name in "qkv"), **case.given_options(operands.memory))
+
+
+def _exact(case, operands, name):
+    """The values of an operand: where torch's GPU computes the reference, the array there."""
     if operands.library == "torch-cuda" and case.work >= REFERENCE_ON_GPU:
-        return expected(case.problem, *(operands.arrays[name] for name in "qkv"))
-    return expected(case.problem, *(operands.memory[name].decoded() for name in "qkv"))
+        return operands.arrays[name]
+    return operands.memory[name].decoded()
 
 
 def _values_spread(case, family, library, device) -> bool:

@@ -11,9 +11,12 @@ except ImportError as error:
     raise ImportError("numbaflash.testing needs Hypothesis here: pip install hypothesis") from error
 
 from ..dispatch import CPU, family
-from ..problem import DTYPES, MAX_HEAD_DIM, NEEDS, make_problem
+from ..problem import DIFFERENTIABLE_OPTIONS, DTYPES, LENGTH_DTYPES, MAX_HEAD_DIM, NEEDS, make_problem
 from .cases import BackwardCase, Case, Placement
-from .values import HIDDEN, RECIPES
+from .values import BIASES, HIDDEN, LENGTHS, MASKS, RECIPES
+
+FEATURES = ("mask", "bias", "alibi_slopes", "softcap", "sinks", "dropout", "seqlens_q", "seqlens_k")
+"""Options that `problems` draws when it is asked to, by the names of the arguments."""
 
 EDGES = (15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 175, 176, 177, 191, 192, 193, 255, 256, 257)
 """Lengths around the tile sizes of the kernels."""
@@ -36,9 +39,11 @@ def placements(draw, rank: int, *, broadcast: bool = True):
     kind = draw(st.sampled_from(("contiguous", "transposed", "padded", "sliced", "any")))
     if kind == "contiguous":
         return Placement(offset=draw(st.sampled_from((0, 0, 1, 8))))
-    transposed = (0, 2, 1, 3)[:rank]
+    transposed = (0, 2, 1, 3)[:rank] if rank > 2 else tuple(reversed(range(rank)))
     if kind == "transposed":
         return Placement(order=transposed)
+    if not rank:
+        return Placement()
     pads = st.lists(st.integers(0, 9), min_size=rank, max_size=rank).map(tuple)
     if kind == "padded":
         return Placement(order=draw(st.sampled_from(((), transposed))), pad=(0,) * (rank - 1) + (draw(st.sampled_from((8, 16, 1, 7))),))
@@ -76,6 +81,7 @@ def problems(
     hidden=HIDDEN,
     strided: bool = True,
     empty: bool = True,
+    options=(),
 ):
     """Complete attention problems.
 
@@ -95,6 +101,8 @@ def problems(
         Draw memory layouts; everything is contiguous otherwise.
     empty : bool
         Now and then a size of zero.
+    options : sequence of str
+        Of `FEATURES`: each of them is there in about half of the cases.
 
     Returns
     -------
@@ -138,22 +146,61 @@ def problems(
         return_lse=draw(st.sampled_from((True, True, False))),
         seed=draw(st.integers(0, 2**16)),
     )
+    unknown = set(options) - set(FEATURES)
+    if unknown:
+        raise ValueError(f"options must be of {', '.join(FEATURES)}; got {', '.join(sorted(unknown))}")
+    case = replace(case, **_features(draw, case, [name for name in FEATURES if name in options and draw(st.booleans())]))
     if not strided:
         return case
-    return replace(case, **_layouts(draw, case.problem, case.operands, broadcast=("q", "k", "v")))
+    return replace(case, **_layouts(draw, case, case.present, broadcast=("q", "k", "v", *case.option_arrays)))
 
 
-def _layouts(draw, problem, operands, broadcast):
+def _features(draw, case, names):
+    """The fields of a case that say which options it has, and what they hold."""
+    fields = {}
+    full = (case.batch, case.heads, case.seqlen_q, case.seqlen_k)
+    for name in names:
+        if name == "mask":
+            fields |= {"mask_shape": _broadcast_shape(draw, full), "mask_values": draw(st.sampled_from(MASKS))}
+        elif name == "bias":
+            kinds = (None, *(DTYPES if case.dtype == "float64" else DTYPES[:3]))
+            fields |= {
+                "bias_shape": _broadcast_shape(draw, full),
+                "bias_values": draw(st.sampled_from(BIASES)),
+                "bias_dtype": draw(st.sampled_from(kinds)),
+            }
+        elif name == "alibi_slopes":
+            fields |= {"alibi_shape": draw(st.sampled_from(((case.heads,), (case.batch, case.heads))))}
+        elif name == "softcap":
+            fields |= {"softcap": draw(st.sampled_from((1.0, 30.0, 0.25, 1000.0)))}
+        elif name == "sinks":
+            fields |= {"with_sinks": True}
+        elif name == "dropout":
+            fields |= {"dropout": draw(st.sampled_from((0.5, 0.1, 0.9, 1e-6))), "dropout_seed": draw(st.integers(0, 2**64 - 1))}
+        else:
+            fields |= {f"lengths_{name[-1]}": draw(st.sampled_from(LENGTHS)), "lengths_dtype": draw(st.sampled_from(LENGTH_DTYPES))}
+    return fields
+
+
+def _broadcast_shape(draw, full):
+    """A shape that broadcasts to all of it: some axes of length 1, some of the first ones left out."""
+    kept = [n if draw(st.booleans()) else 1 for n in full]
+    first = draw(st.integers(0, 4))
+    return tuple(full if draw(st.integers(0, 3)) == 0 else kept[first:])
+
+
+def _layouts(draw, case, operands, broadcast):
     drawn = {}
     for name in operands:
-        shape = problem.shape_of(name)
+        shape = case.shape_of(name)
         drawn[name] = _bounded(draw(placements(len(shape), broadcast=name in broadcast)), shape)
     return drawn
 
 
 @st.composite
 def backward_problems(draw, *, strided: bool = True, **options):
-    """Complete backward problems: those of `problems`, with or without a gradient of the LSE, deterministic or not, for any subset of q, k, v.
+    """Complete backward problems: those of `problems`, with or without a gradient of the LSE, deterministic or not, for any subset of q, k, v (and
+    bias and sinks, where they are).
 
     Parameters
     ----------
@@ -168,6 +215,7 @@ def backward_problems(draw, *, strided: bool = True, **options):
     """
     forward = draw(problems(strided=strided, **options))
     needs = draw(st.sampled_from((NEEDS, NEEDS, NEEDS, ("q",), ("k",), ("v",), ("q", "k"), ("q", "v"), ("k", "v"))))
+    needs += tuple(name for name in DIFFERENTIABLE_OPTIONS if name in forward.option_arrays and draw(st.integers(0, 3)))
     case = BackwardCase(
         **{f.name: getattr(forward, f.name) for f in fields(forward)} | {"return_lse": True},
         with_dlse=draw(st.booleans()),
@@ -176,7 +224,7 @@ def backward_problems(draw, *, strided: bool = True, **options):
     )
     if not strided:
         return case
-    return replace(case, **_layouts(draw, case.problem, ("dout", "dlse", *case.results), broadcast=("dout", "dlse")))
+    return replace(case, **_layouts(draw, case, ("dout", "dlse", *case.results), broadcast=("dout", "dlse")))
 
 
 def _bounded(placement, shape):
