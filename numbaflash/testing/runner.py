@@ -51,8 +51,9 @@ def run_case(
     library : str
         One of `LIBRARIES`.
     kernel : callable, optional
-        ``kernel(q, k, v, scale=..., causal=..., window=...)``, and the options that the case has, by keyword, returning ``out`` or ``(out, lse)`` (lse natural, (batch, heads, seqlen_q)),
-        checked instead of `numbaflash.forward`. ``out=`` and ``lse=`` are not handed to it.
+        ``kernel(q, k, v, scale=..., causal=..., window=...)``, with the options that the case has by keyword, returning ``out`` or
+        ``(out, lse)`` (lse natural, (batch, heads, seqlen_q)), checked instead of `numbaflash.forward`. ``out=`` and ``lse=`` are not handed
+        to it.
     device : int
         CUDA device ordinal for libraries on the GPU.
     known : Expected, optional
@@ -114,8 +115,9 @@ def run_backward_case(
     library : str
         One of `LIBRARIES` but jax, whose arrays `numbaflash.backward` does not take.
     kernel : callable, optional
-        ``kernel(dout, q, k, v, out, lse, scale=..., causal=..., window=..., dlse=..., deterministic=..., needs=...)``, and the
-        options that the case has, by keyword, returning (dq, dk, dv) and those of the gradients of bias and sinks that are needed, checked instead of `numbaflash.backward`. Places for the gradients are not handed to it.
+        ``kernel(dout, q, k, v, out, lse, scale=..., causal=..., window=..., dlse=..., deterministic=..., needs=...)``, with the options that
+        the case has by keyword, returning (dq, dk, dv) and those of dbias and dsinks that are needed, checked instead of
+        `numbaflash.backward`. Places for the gradients are not handed to it.
     device : int
         CUDA device ordinal for libraries on the GPU.
     known : ExpectedGradients, optional
