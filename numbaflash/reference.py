@@ -95,7 +95,7 @@ def backward(problem: Problem, dout, q, k, v, dlse=None, *, seed: int = 0, **opt
             dweights = (dout[b, :, h] @ v[b, :, hk].T) * keep
             delta = (dout[b, :, h] * out[b, :, h]).sum(axis=1) - dlse[b, h]
             dscore = np.where(row.pairs, row.weights * (dweights - delta[:, None]), 0.0)
-            dproduct = dscore * row.slope
+            dproduct = np.where(row.pairs, dscore * row.slope, 0.0)
             dq[b, :, h] = problem.scale * _weighted_sum(dproduct, row.pairs, k[b, :, hk])
             dk[b, :, hk] += problem.scale * _weighted_sum(dproduct.T, row.pairs.T, q[b, :, h])
             dv[b, :, hk] += _weighted_sum((row.weights * keep).T, row.pairs.T, dout[b, :, h])

@@ -9,7 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from numbaflash.problem import MAX_SEQLEN, NEEDS, Problem, check_flag, check_needs, check_result, check_saved, make_problem
+from numbaflash.problem import (
+    MAX_SEQLEN,
+    NEEDS,
+    OPTIONS,
+    Problem,
+    check_dropout,
+    check_flag,
+    check_needs,
+    check_result,
+    check_saved,
+    check_seed,
+    make_problem,
+    trim_keys,
+)
 from numbaflash.reference import visible
 from numbaflash.testing import Case
 from numbaflash.testing.cases import touched
@@ -225,3 +238,173 @@ def test_what_the_forward_saved(name, origin):
         check_saved(name, (2, 3), "float64", want_shape=(2, 3), want_dtype="float32")
     with pytest.raises(ValueError, match=rf"{name} must have shape \(2, 3\), .*{origin}.*; got \(3, 2\)"):
         check_saved(name, (3, 2), "float32", want_shape=(2, 3), want_dtype="float32")
+
+
+# Options
+
+MASK, BIAS, SLOPES, SINKS = ((2, 4, 5, 7), "bool"), ((5, 7), "float32"), ((4,), "float32"), ((4,), "float32")
+LENGTHS = ((2,), "int32")
+
+
+def test_options_are_absent_by_default():
+    p = problem()
+    assert p.options == p.features == () and p.gradients == NEEDS and (p.softcap, p.dropout, p.sinks, p.offset_per_entry) == (None, 0.0, False, False)
+    assert p == problem(softcap=None, dropout=0, mask=None, bias=None, alibi_slopes=None, sinks=None, seqlens_q=None, seqlens_k=None)
+    assert hash(p) == hash(problem(dropout=0.0)) and p != problem(softcap=30.0)
+
+
+def test_operands_of_options():
+    p = problem(mask=MASK, bias=BIAS, alibi_slopes=SLOPES, sinks=SINKS, seqlens_q=LENGTHS, seqlens_k=((2,), "int64"), softcap=50, dropout=0.25)
+    assert p.options == OPTIONS and set(p.features) == {*OPTIONS, "softcap", "dropout"} and p.gradients == (*NEEDS, "bias", "sinks")
+    want = {
+        "mask": ((2, 4, 5, 7), "bool"),
+        "bias": ((1, 1, 5, 7), "float32"),
+        "alibi_slopes": ((1, 4), "float32"),
+        "sinks": ((4,), "float32"),
+        "seqlens_q": ((2,), "int32"),
+        "seqlens_k": ((2,), "int64"),
+    }
+    for name, (shape, dtype) in want.items():
+        assert (p.shape_of(name), p.dtype_of(name)) == (shape, dtype)
+        with pytest.raises(ValueError, match=f"the problem has no {name}"):
+            problem().shape_of(name)
+    assert p.shape_of("dbias") == (1, 1, 5, 7) and p.dtype_of("dbias") == "float32" and p.shape_of("dsinks") == (4,)
+    double = problem(dtypes=("float64",) * 3, bias=((7,), "float16"), sinks=((4,), "float64"))
+    assert (double.dtype_of("bias"), double.dtype_of("dsinks"), double.shape_of("bias")) == ("float16", "float64", (1, 1, 1, 7))
+    assert problem(alibi_slopes=((2, 4), "float32")).alibi == (2, 4) and problem(mask=((), "bool")).mask == (1, 1, 1, 1)
+
+
+WRONG_OPTIONS = {
+    "int mask": (dict(mask=((5, 7), "int32")), TypeError, "mask must be bool, .*; got dtype int32. Compare it with 0 first: mask != 0"),
+    "float mask": (dict(mask=((5, 7), "float32")), TypeError, "mask must be bool, .*; got dtype float32. Numbers .* are a bias"),
+    "mask shape": (
+        dict(mask=((5, 6), "bool")),
+        ValueError,
+        r"mask must broadcast to .* = \(2, 4, 5, 7\), heads being those of q; got shape \(5, 6\)",
+    ),
+    "mask of kv heads": (dict(mask=((2, 2, 5, 7), "bool")), ValueError, r"mask must broadcast to .*; got shape \(2, 2, 5, 7\)"),
+    "mask axes": (dict(mask=((1, 2, 4, 5, 7), "bool")), ValueError, "mask must have at most 4 axes .*; got 5 axes"),
+    "bool bias": (dict(bias=((5, 7), "bool")), TypeError, "bias must be one of .* for q of float32; got dtype bool. Pass what hides keys as mask"),
+    "double bias": (dict(bias=((5, 7), "float64")), TypeError, "bias must be one of float16, bfloat16, float32 for q of float32; got dtype float64"),
+    "bias shape": (dict(bias=((7, 5), "float16")), ValueError, r"bias must broadcast to .*; got shape \(7, 5\)"),
+    "slopes dtype": (dict(alibi_slopes=((4,), "float16")), TypeError, "alibi_slopes must be float32; got dtype float16"),
+    "slopes shape": (dict(alibi_slopes=((2,), "float32")), ValueError, r"alibi_slopes must have shape \(heads,\) = \(4,\) or .*\(2, 4\); got \(2,\)"),
+    "sinks dtype": (dict(sinks=((4,), "float64")), TypeError, "sinks must be float32 for q of float32; got dtype float64"),
+    "sinks shape": (dict(sinks=((2,), "float32")), ValueError, r"sinks must have shape \(heads,\) = \(4,\); got \(2,\)"),
+    "lengths dtype": (dict(seqlens_k=((2,), "uint32")), TypeError, "seqlens_k must be int32 or int64; got dtype uint32"),
+    "lengths shape": (dict(seqlens_q=((2, 1), "int32")), ValueError, r"seqlens_q must have shape \(batch,\) = \(2,\); got \(2, 1\)"),
+    "softcap 0": (dict(softcap=0), ValueError, r"softcap must be finite and positive; got 0\. None is no cap"),
+    "softcap negative": (dict(softcap=-1.0), ValueError, "softcap must be finite and positive; got -1.0$"),
+    "softcap nan": (dict(softcap=math.nan), ValueError, "softcap must be finite and positive; got nan$"),
+    "softcap huge": (dict(softcap=10**400), ValueError, "softcap must be finite and positive"),
+    "softcap bool": (dict(softcap=True), TypeError, "softcap must be a real number or None"),
+    "softcap beyond float32": (dict(softcap=1e39), ValueError, "softcap must be from .* for float32, .*; got 1e\\+39"),
+    "softcap below float32": (dict(softcap=1e-39), ValueError, "softcap must be from .* for float32, .*; got 1e-39"),
+    "softcap and scale": (dict(softcap=1e-20, scale=1e20), ValueError, "scale / softcap must be at most .* for float32; got scale 1e\\+20"),
+    "dropout 1": (dict(dropout=1), ValueError, "dropout must be at least 0 and below 1; got 1"),
+    "dropout negative": (dict(dropout=-0.1), ValueError, "dropout must be at least 0 and below 1; got -0.1"),
+    "dropout nan": (dict(dropout=math.nan), ValueError, "dropout must be at least 0 and below 1; got nan"),
+    "dropout bool": (dict(dropout=True), TypeError, "dropout must be a real number, .*; got True"),
+    "dropout text": (dict(dropout="0.1"), TypeError, "dropout must be a real number, .*; got '0.1'"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_OPTIONS)
+def test_messages_of_options(name):
+    arguments, kind, message = WRONG_OPTIONS[name]
+    with pytest.raises(kind, match=message) as caught:
+        problem(**arguments)
+    assert caught.type is kind
+
+
+def test_softcap_of_float64():
+    assert problem(dtypes=("float64",) * 3, softcap=1e-300, scale=1e200).softcap == 1e-300
+
+
+def test_dropout_is_drawn_in_16_bits():
+    assert [check_dropout(p) for p in (0, 0.0, 0.5, 1e-9, 1 - 1e-12)] == [0.0, 0.0, 0.5, 2**-16, 1 - 2**-16]
+    assert abs(check_dropout(np.float32(0.1)) - 0.1) < 2**-17 and check_dropout(0.1) * 2**16 == round(0.1 * 2**16)
+    assert problem(dropout=0.5) == problem(dropout=0.5 + 1e-9) != problem(dropout=0.25)
+
+
+def test_seeds():
+    assert [check_seed(seed, 0.5) for seed in (0, 2**64 - 1, np.int64(7), np.uint64(2**63))] == [0, 2**64 - 1, 7, 2**63]
+    assert check_seed(None, 0.0) == 0 and check_seed(3, 0.0) == 3
+    for seed, kind, message in (
+        (None, ValueError, "dropout needs a seed, .*; got seed=None"),
+        (-1, ValueError, r"seed must be at least 0 and below 2\*\*64; got -1"),
+        (2**64, ValueError, r"seed must be at least 0 and below 2\*\*64; got 18446744073709551616"),
+        (1.0, TypeError, "seed must be an integer; got 1.0"),
+        (True, TypeError, "seed must be an integer; got True"),
+        (np.array(3), TypeError, "seed must be an integer; got array"),
+    ):
+        with pytest.raises(kind, match=message):
+            check_seed(seed, 0.5)
+
+
+def test_needs_of_options():
+    assert check_needs(("sinks", "bias", "k"), ("bias", "sinks", "mask")) == ("k", "bias", "sinks")
+    for name in ("bias", "sinks"):
+        with pytest.raises(ValueError, match=f'needs holds "{name}", but no {name} was given'):
+            check_needs(("q", name))
+    with pytest.raises(ValueError, match='needs must hold nothing but "q", "k", "v" and "bias"; got \'mask\''):
+        check_needs(("mask",), ("bias", "mask"))
+
+
+def test_alibi_keeps_its_alignment():
+    """Without a band only ALiBi asks where a query stands."""
+    assert (problem(alibi_slopes=SLOPES).offset, problem(alibi_slopes=SLOPES, causal="top_left").offset, problem().offset) == (2, 0, 0)
+
+
+def test_the_offset_of_an_entry():
+    for options in ({"causal": True}, {"window": (1, None)}, {"alibi_slopes": SLOPES}):
+        for lengths in ({"seqlens_q": LENGTHS}, {"seqlens_k": LENGTHS}, {"seqlens_q": LENGTHS, "seqlens_k": LENGTHS}):
+            assert problem(**options, **lengths).offset_per_entry and problem(**options, **lengths).offset == 2
+            assert not problem(**options | {"causal": "top_left"}, **lengths).offset_per_entry
+        assert not problem(**options).offset_per_entry
+    assert not problem(seqlens_q=LENGTHS, seqlens_k=LENGTHS, window=(6, 4)).offset_per_entry, "no bound excludes anything"
+
+
+LENGTH_KINDS = st.sampled_from((("seqlens_q",), ("seqlens_k",), ("seqlens_q", "seqlens_k")))
+
+
+@given(st.integers(1, 6), st.integers(1, 6), CAUSAL, st.one_of(st.none(), st.tuples(SIDE, SIDE)), LENGTH_KINDS)
+def test_bounds_hold_for_all_lengths(seqlen_q, seqlen_k, causal, window, kinds):
+    """Whatever the lengths are: what may be seen lies in the key range, and in the trimmed problem; full lengths have the most pairs."""
+    lengths = {name: ((1,), "int64") for name in kinds}
+    sizes = (1, seqlen_q, 1, 8), (1, seqlen_k, 1, 8), (1, seqlen_k, 1, 8)
+    p = problem(*sizes, causal=causal, window=window, mask=((seqlen_q, seqlen_k), "bool"), **lengths)
+    everywhere, union = np.ones((seqlen_q, seqlen_k), bool), np.zeros((seqlen_q, seqlen_k), bool)
+    trimmed, first = trim_keys(p)
+    for n in range(-1, seqlen_q + 2) if "seqlens_q" in kinds else [None]:
+        for m in range(-1, seqlen_k + 2) if "seqlens_k" in kinds else [None]:
+            given_ = {name: [x] for name, x in (("seqlens_q", n), ("seqlens_k", m)) if x is not None}
+            seen = visible(p, mask=everywhere, **given_)
+            rows, keys = (full if x is None else min(max(x, 0), full) for x, full in ((n, seqlen_q), (m, seqlen_k)))
+            want = np.zeros_like(seen)
+            want[:rows, :keys] = masked(rows, keys, causal, window)
+            assert (seen == want).all()
+            union |= seen
+            assert seen.sum() <= p.visible_pairs
+            cut = {name: [x[0] - first] if name == "seqlens_k" else x for name, x in given_.items()}
+            assert not seen[:, :first].any() and not seen[:, first + trimmed.seqlen_k :].any()
+            if trimmed.seqlen_k:
+                assert (
+                    visible(trimmed, mask=everywhere[:, first : first + trimmed.seqlen_k], **cut) == seen[:, first : first + trimmed.seqlen_k]
+                ).all()
+    assert p.visible_pairs == masked(seqlen_q, seqlen_k, causal, window).sum()
+    for i in range(seqlen_q):
+        lo, hi = p.key_range(i)
+        assert not union[i, :lo].any() and not union[i, hi:].any()
+
+
+def test_trimming_cuts_masks_and_biases():
+    p = problem((2, 3, 4, 8), (2, 20, 2, 8), (2, 20, 2, 8), causal=True, window=(2, 0), mask=((20,), "bool"), bias=((3, 1), "float32"))
+    trimmed, first = trim_keys(p)
+    assert first == 15 and trimmed.seqlen_k == 5 and trimmed.mask == (1, 1, 1, 5) and trimmed.bias == (1, 1, 3, 1)
+
+
+def test_sinks_see_where_there_are_no_keys():
+    nothing = dict(k=(2, 0, 2, 8), v=(2, 0, 2, 6))
+    assert problem(**nothing).sees_nothing and not problem(**nothing, sinks=SINKS).sees_nothing
+    assert problem(q=(0, 5, 4, 8), k=(0, 7, 2, 8), v=(0, 7, 2, 6), sinks=SINKS).sees_nothing

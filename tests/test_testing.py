@@ -30,6 +30,8 @@ from numbaflash.testing import (
     run_backward_case,
     run_case,
 )
+from numbaflash.testing.cases import taking_part, visible_pairs
+from numbaflash.testing.strategies import FEATURES
 from numbaflash.testing.values import RECIPES, decode, encode, rounded
 
 
@@ -613,6 +615,296 @@ def test_backward_results_are_watched(monkeypatch):
 def test_backward_takes_no_jax():
     with pytest.raises(ValueError, match="library must not be jax"):
         run_backward_case(BackwardCase(), library="jax")
+
+
+# Options
+
+
+def option_inputs(case):
+    """(arrays of the call, options as the reference takes them)."""
+    memory = case.memory()
+    return {name: memory[name].decoded() for name in ("dout", *"qkv", "out", "lse", "dlse") if name in memory}, case.given_options(memory)
+
+
+HONEST = tuple(name for name in RECIPES if name != "nan")
+
+
+class FlashWithOptions:
+    """Scores of one head in float32, natural units, as a kernel computes them; ``fault`` plants a mistake."""
+
+    def __init__(self, problem, b, h, q, k, v, options, fault=""):
+        self.kind = np.float64 if problem.dtype == "float64" else np.float32
+        self.low = (lambda x: rounded(x, problem.dtype).astype(self.kind)) if problem.dtype in ("float16", "bfloat16") else (lambda x: x)
+        arrays = {name: x for name, x in options.items() if name != "seed"}
+        shaped = reference.check_options(problem, arrays)
+        self.seen = reference.visible(
+            problem, b, h, **({name: x for name, x in arrays.items()} if fault != "mask" else arrays | {"mask": 1 - arrays["mask"]})
+        )
+        length_q, length_k = reference.lengths(problem, b, **shaped)
+        queries, keys = self.seen.any(axis=1), self.seen.any(axis=0)
+        g = h // problem.group
+        self.q = np.where(queries[:, None], q[b, :, h], 0).astype(self.kind)
+        self.k, self.v = (np.where(keys[:, None], x[b, :, g], 0).astype(self.kind) for x in (k, v))
+        score, self.slope = self.kind(problem.scale) * (self.q @ self.k.T), self.kind(1)
+        if problem.softcap is not None and fault != "softcap":
+            t = np.tanh(score / self.kind(problem.softcap)).astype(self.kind)
+            t = t * self.kind(1 + (2**-11.5 if self.low(self.kind(1 / 3)) != self.kind(1 / 3) else 0))  # the special-function unit's
+            score, self.slope = self.kind(problem.softcap) * t, 1 - t * t
+        if problem.alibi:
+            offset = length_k - length_q if problem.offset_per_entry else problem.offset
+            distance = abs(np.arange(problem.seqlen_q)[:, None] + (0 if fault == "alibi" else offset) - np.arange(problem.seqlen_k))
+            score = score - shaped["alibi_slopes"][b if problem.alibi[0] > 1 else 0, h].astype(self.kind) * distance.astype(self.kind)
+        if problem.bias:
+            bias = shaped["bias"]
+            score = score + bias[b if bias.shape[0] > 1 else 0, h if bias.shape[1] > 1 else 0].astype(self.kind) * self.kind(
+                1.01 if fault == "bias" else 1
+            )
+        self.score = np.where(self.seen, score, -np.inf).astype(self.kind)
+        self.sink = np.full(problem.seqlen_q, -np.inf, self.kind)
+        if problem.sinks and fault != "sink":
+            self.sink[: problem.seqlen_q if fault == "padded sink" else length_q] = shaped["sinks"][h]
+        self.keep = reference.kept(problem, b, h, options.get("seed", 0) + (fault == "seed")).astype(self.kind)
+
+
+def flash_with_options(problem, arrays, options, fault=""):
+    out, lse = np.zeros(problem.out_shape), np.full(problem.lse_shape, -np.inf)
+    with np.errstate(all="ignore"):
+        for b, h in np.ndindex(problem.batch, problem.heads):
+            x = FlashWithOptions(problem, b, h, arrays["q"], arrays["k"], arrays["v"], options, fault)
+            top = np.maximum(x.score.max(axis=1, initial=-np.inf), x.sink)
+            top = np.where(top == -np.inf, 0, top).astype(x.kind)
+            weights = np.exp(x.score - top[:, None])
+            total = weights.sum(axis=1) + np.exp(x.sink - top)
+            divisor = np.where(total == 0, 1, total)
+            out[b, :, h] = (x.low(weights * (x.keep > 0)) @ x.v) / divisor[:, None] * (1 if fault == "unscaled" else x.keep.max(initial=1))
+            lse[b, h] = np.where(total == 0, -np.inf, top + np.log(divisor))
+    return rounded(out, problem.dtype), lse
+
+
+def flash_backward_with_options(problem, arrays, options, fault=""):
+    results = {name: np.zeros(problem.shape_of(name)) for name in problem.gradients}
+    with np.errstate(all="ignore"):
+        for b, h in np.ndindex(problem.batch, problem.heads):
+            x = FlashWithOptions(problem, b, h, arrays["q"], arrays["k"], arrays["v"], options, fault)
+            lse = arrays["lse"][b, h].astype(x.kind)
+            alive = lse != -np.inf
+            safe = np.where(alive, lse, 0)
+            dout, out = (np.where(alive[:, None], arrays[name][b, :, h], 0).astype(x.kind) for name in ("dout", "out"))
+            dlse = np.where(alive, arrays["dlse"][b, h], 0).astype(x.kind) if "dlse" in arrays else 0
+            delta = (dout * out).sum(axis=1) - dlse
+            pairs = x.seen & alive[:, None]
+            p = np.where(pairs, np.exp(x.score - safe[:, None]), 0)
+            dscore = np.where(pairs, p * ((dout @ x.v.T) * x.keep - delta[:, None]), 0)
+            inner = x.low(np.where(pairs, dscore * (1 if fault == "slope" else x.slope), 0))
+            scale, g = x.kind(problem.scale), h // problem.group
+            results["q"][b, :, h] = scale * (inner @ x.k)
+            results["k"][b, :, g] += scale * (inner.T @ x.q)
+            results["v"][b, :, g] += x.low(p * x.keep).T @ dout
+            if problem.bias:
+                reference._add_to_broadcast(results["bias"], b, h, dscore if fault != "dbias" else inner * 0.9)
+            if problem.sinks:
+                results["sinks"][h] -= np.where(alive, np.exp(x.sink - safe) * (delta if fault != "dsinks" else delta + dlse), 0).sum()
+    return tuple(rounded(x, problem.dtype_of(name)) for name, x in results.items())
+
+
+@settings(max_examples=100)
+@given(problems(max_seqlen=100, work=2**12, values=HONEST, options=FEATURES))
+def test_the_rule_lets_options_pass(case):
+    arrays, options = option_inputs(case)
+    check_forward(case, *flash_with_options(case.problem, arrays, options))
+
+
+@settings(max_examples=100)
+@given(backward_problems(max_seqlen=60, work=2**11, values=HONEST, options=FEATURES))
+def test_the_rule_lets_gradients_of_options_pass(case):
+    arrays, options = option_inputs(case)
+    results = dict(zip(case.problem.gradients, flash_backward_with_options(case.problem, arrays, options), strict=True))
+    check_backward(case, **{f"d{name}": x for name, x in results.items()})
+
+
+def with_options(kind, dtype, **changes):
+    """A case that no fault in an option can be spared."""
+    lengths = {"lengths_q": "random", "lengths_k": "random", "lengths_dtype": "int64"}
+    shapes = {"mask_shape": (1, 70, 90), "bias_shape": (2, 1, 70, 90), "alibi_shape": (4,)}
+    numbers = {"softcap": 1.0, "dropout": 0.3, "dropout_seed": 5, "with_sinks": True, "causal": True, "seed": 6}
+    sizes = {"dtype": dtype, "batch": 2, "seqlen_q": 70, "seqlen_k": 90, "heads": 4, "kv_heads": 2, "head_dim": 32, "head_dim_v": 32}
+    return kind(**(sizes | lengths | shapes | numbers | changes))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fault", ["mask", "softcap", "alibi", "bias", "sink", "padded sink", "seed", "unscaled"])
+def test_faults_in_options_are_caught(dtype, fault):
+    case = with_options(Case, dtype, **({"softcap": None, "bias_values": "big"} if fault == "bias" else {}))
+    arrays, options = option_inputs(case)
+    known = expected(case.problem, *(arrays[name] for name in "qkv"), **options)
+    found = check_forward(case, *flash_with_options(case.problem, arrays, options), known=known)
+    assert max(found.out, found.lse) < 0.75, "the correct result passes with room to spare"
+    with pytest.raises(AccuracyError):
+        check_forward(case, *flash_with_options(case.problem, arrays, options, fault), known=known)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fault", ["mask", "softcap", "alibi", "seed", "slope", "dbias", "dsinks"])
+def test_faults_in_gradients_of_options_are_caught(dtype, fault):
+    case = with_options(BackwardCase, dtype, needs=("q", "k", "v", "bias", "sinks"), with_dlse=True, softcap=2.0)
+    arrays, options = option_inputs(case)
+    found = check_backward(case, *flash_backward_with_options(case.problem, arrays, options))
+    assert max(found.dq, found.dk, found.dv, found.dbias, found.dsinks) < 0.7, "the correct result passes with room to spare"
+    with pytest.raises(AccuracyError, match={"slope": "^d[qk]", "dbias": "^dbias", "dsinks": "^dsinks"}.get(fault, "^d")):
+        check_backward(case, *flash_backward_with_options(case.problem, arrays, options, fault))
+
+
+@settings(max_examples=60)
+@given(backward_problems(max_seqlen=40, work=2**10, options=FEATURES))
+def test_cases_with_options(case):
+    """They survive JSON and repr, make the same bits every time, and hide what takes no part, and nothing else."""
+    assert BackwardCase.from_json(case.to_json()) == case
+    assert eval(repr(case), {"BackwardCase": BackwardCase, "Placement": Placement}) == case
+    memory, again = case.memory(), case.memory()
+    assert set(memory) == set(case.present) and all((memory[name].bits == again[name].bits).all() for name in memory)
+    for name, each in memory.items():
+        assert each.shape == case.shape_of(name) and each.dtype == case.problem.dtype_of(name)
+        assert each.outside()[: testing.cases.GUARD].all()
+    options = case.given_options(memory)
+    queries, keys = taking_part(case.problem, **options)
+    if case.values != "nan":
+        for name, rows in (("q", queries), ("k", keys), ("v", keys)):
+            values = memory[name].decoded()
+            assert np.isfinite(values[rows]).all()
+            if case.hidden != "finite" and 0 not in memory[name].strides:
+                assert not np.isfinite(values[~rows]).any()
+    if "bias" in memory:
+        seen = visible_pairs(case.problem, **options)
+        assert not np.isnan(np.broadcast_to(memory["bias"].decoded(), seen.shape)[seen]).any()
+
+
+def test_recipes_of_options():
+    case = Case(
+        seqlen_q=100, seqlen_k=130, batch=3, heads=2, kv_heads=1, lengths_q="edges", lengths_k="random", mask_shape=(100, 130), bias_shape=(100, 130)
+    )  # fmt: skip
+
+    def values(name, **changes):
+        return dataclasses.replace(case, **changes).memory()[name].decoded()
+
+    assert values("mask", mask_values="all").all() and not values("mask", mask_values="none").any()
+    assert 0.4 < values("mask").mean() < 0.6
+    rows = values("mask", mask_values="rows").any(axis=1)
+    assert rows.any() and not rows.all()
+    blocks = values("mask", mask_values="blocks")
+    assert (blocks[:32, :32] == blocks[0, 0]).all() and (blocks[96:, 128:] == blocks[96, 128]).all() and 0 < blocks.mean() < 1
+    for dtype in ("float16", "bfloat16", "float32"):
+        lowest = values("bias", bias_values="lowest", bias_dtype=dtype) == testing.values.LOWEST[dtype]
+        assert lowest.all(axis=1).any() and not lowest.all() and np.isfinite(testing.values.LOWEST[dtype])
+        assert encode(testing.values.LOWEST[dtype], dtype) == {"float16": 0xFBFF, "bfloat16": 0xFF7F, "float32": 0xFF7FFFFF}[dtype]
+    infinite = values("bias", bias_values="infinite") == -np.inf
+    assert infinite.all(axis=1).any() and not infinite.all()
+    assert values("bias", bias_values="big").std() > 20
+    lengths = np.concatenate([values("seqlens_q", seed=seed, lengths_dtype="int64") for seed in range(30)])
+    assert {0, 1, 100, 101, 2**40} < set(lengths) and lengths.min() < 0
+    assert (values("seqlens_k", lengths_k="full") == 130).all() and set(np.diff(values("seqlens_k"))) != {0}
+    assert values("seqlens_q", lengths_dtype="int32").max() < 2**31
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(mask_values="dense"), "mask_values must be one of random, .*; got 'dense'"),
+        (dict(bias_values="dense"), "bias_values must be one of normal, .*; got 'dense'"),
+        (dict(bias_dtype="int8"), "bias_dtype must be one of None, float16, .*; got 'int8'"),
+        (dict(lengths_q="long"), "lengths_q must be one of None, random, .*; got 'long'"),
+        (dict(lengths_dtype="uint8"), "lengths_dtype must be one of int32, int64; got 'uint8'"),
+    ],
+)
+def test_options_of_cases_are_checked(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Case(**fields)
+
+
+def test_needs_of_cases():
+    assert BackwardCase(bias_shape=(64, 64), needs=("q", "bias")).results == ("dq", "dk", "dv", "dbias")
+    assert "dbias" not in BackwardCase(bias_shape=(64, 64)).present
+    with pytest.raises(ValueError, match='needs holds "sinks", but no sinks was given'):
+        BackwardCase(bias_shape=(64, 64), needs=("sinks",))
+
+
+def test_strategies_draw_options_when_asked():
+    def search(options):
+        found = set()
+
+        @settings(max_examples=60)
+        @given(problems(max_seqlen=10, work=50, options=options))
+        def note(case):
+            found.update(case.problem.features)
+
+        note()
+        return found
+
+    assert search(()) == set() and search(("mask", "dropout")) == {"mask", "dropout"} and search(FEATURES) == set(FEATURES)
+    with pytest.raises(ValueError, match="options must be of mask, .*; got masks"):
+        search(("masks",))
+
+
+def own_with_options(fault=""):
+    """Kernels of one's own that take options by keyword."""
+
+    def problem_of(q, k, v, options):
+        described = {name: (x.shape, str(x.dtype)) for name, x in options.items() if isinstance(x, np.ndarray)}
+        plain = {name: x for name, x in options.items() if name not in described and name != "seed"}
+        return make_problem(q.shape, k.shape, v.shape, (str(q.dtype),) * 3, **plain, **described), {
+            name: np.asarray(x).astype(np.float64) if name in described else x for name, x in options.items() if name in (*described, "seed")
+        }
+
+    def forward(q, k, v, **options):
+        problem, given_ = problem_of(q, k, v, options)
+        return flash_with_options(problem, {"q": q, "k": k, "v": v}, given_, fault)
+
+    def backward(dout, q, k, v, out, lse, *, dlse, deterministic, needs, **options):
+        problem, given_ = problem_of(q, k, v, options)
+        arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
+        results = dict(zip(problem.gradients, flash_backward_with_options(problem, arrays, given_, fault), strict=True))
+        names = ("q", "k", "v", *(name for name in problem.gradients[3:] if name in needs))
+        return tuple(results[name].astype(problem.dtype_of(name)) if name in needs else None for name in names)
+
+    return forward, backward
+
+
+def test_own_kernels_get_options():
+    forward, backward = own_with_options()
+    strided = {"mask": Placement(step=(1, -1, 2)), "bias": Placement(order=(0, 1, 3, 2)), "seqlens_k": Placement(step=(3,))}
+    run_case(with_options(Case, "float32", hidden="nan", **strided), kernel=forward)
+    case = with_options(BackwardCase, "float32", hidden="inf", needs=("q", "k", "v", "bias", "sinks"), with_dlse=True, deterministic=True, **strided)
+    accuracy = run_backward_case(case, kernel=backward)
+    assert 0 < accuracy.dbias < 1 and 0 < accuracy.dsinks < 1
+    accuracy = run_backward_case(dataclasses.replace(case, needs=("v", "sinks")), kernel=backward)
+    assert accuracy.dbias is None and accuracy.dq is None and accuracy.dsinks is not None
+    with pytest.raises(AccuracyError):
+        run_case(with_options(Case, "float32"), kernel=own_with_options("seed")[0])
+    with pytest.raises(AccuracyError, match="dbias"):
+        run_backward_case(case, kernel=own_with_options("dbias")[1])
+
+
+def test_nan_in_options_reaches_what_depends_on_it():
+    case = with_options(
+        BackwardCase, "float32", needs=("q", "k", "v", "bias", "sinks"), lengths_q="full", lengths_k="full", mask_values="all", dropout=0.0
+    )
+    arrays, options = option_inputs(case)
+    arrays = {name: x for name, x in arrays.items() if name not in ("out", "lse")}
+    options["bias"] = options["bias"].copy()
+    options["bias"][1, 0, 60, 3] = np.nan
+    known = expected_gradients(case.problem, **arrays, **options)
+    exact = [getattr(known, f"d{name}") for name in case.problem.gradients]
+    assert np.isnan(exact[0][1, 60]).all() and np.isfinite(exact[0][0]).all() and np.isnan(exact[4]).all()
+    check_backward(case, *exact, known=known)
+    for batch in (1, 0):
+        exact[2] = np.where(np.arange(2)[:, None, None, None] == batch, np.nan, exact[2])
+        if batch:
+            check_backward(case, *exact, known=known)
+    with pytest.raises(AccuracyError, match="dv"):
+        check_backward(case, *exact, known=known)
+    options["bias"][1, 0, 60, 3] = 0.0
+    options["bias"][0, 0, 0, 89] = np.nan  # the first query does not see the last key
+    known = expected_gradients(case.problem, **arrays, **options)
+    assert all(np.isfinite(getattr(known, f"d{name}")).all() for name in case.problem.gradients)
 
 
 # Fuzzing
