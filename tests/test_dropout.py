@@ -57,7 +57,9 @@ def problem(p, seqlen_q=70, seqlen_k=150, batch=1, heads=1):
     return make_problem(q, k, k, ("float32",) * 3, dropout=p)
 
 
-@given(st.integers(0, 69), st.integers(0, 149), st.integers(0, 2), st.integers(0, 1), st.integers(0, 2**64 - 1), st.sampled_from((1e-9, 0.1, 0.5, 0.999)))
+@given(
+    st.integers(0, 69), st.integers(0, 149), st.integers(0, 2), st.integers(0, 1), st.integers(0, 2**64 - 1), st.sampled_from((1e-9, 0.1, 0.5, 0.999))
+)
 def test_kernels_keep_what_the_reference_keeps(query, key, head, batch, seed, p):
     described = problem(p, batch=2, heads=3)
     limit = np.int32(dropout.keep_limit(described.dropout))
