@@ -185,11 +185,12 @@ def _softmax(problem, b, h, q, k, options):
     total = p.sum(axis=1) + of_sink
     alive = total != 0.0  # not so where nothing is seen, or every score is -inf
     divisor = np.where(alive, total, 1.0)
+    pairs = seen & alive[:, None]
     return _Softmax(
-        weights=p / divisor[:, None],
+        weights=np.where(pairs, p / divisor[:, None], 0.0),  # not NaN for what is hidden in a row that sees a NaN
         lse=np.where(alive, top + np.log(divisor), -np.inf),
         alive=alive,
-        pairs=seen & alive[:, None],
+        pairs=pairs,
         slope=slope,
         sink_weights=of_sink / divisor,
     )

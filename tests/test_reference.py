@@ -595,3 +595,19 @@ def test_chunks_do_not_matter_to_options(case):
             x, y = getattr(a, f.name), getattr(b, f.name)
             if isinstance(x, np.ndarray) and x.dtype != bool:
                 assert np.allclose(x, y, rtol=1e-2, atol=1e-300, equal_nan=True), f.name
+
+
+def test_a_nan_that_is_seen_stays_out_of_what_is_hidden():
+    """In the row of a NaN, keys that it does not see, and a NaN sink, which every row within its length sees."""
+    case = BackwardCase(dtype="float64", seqlen_q=4, seqlen_k=6, head_dim=4, head_dim_v=2, causal="top_left", with_sinks=True, lengths_q="full")
+    arrays, options = everything(case)
+    options |= {"seqlens_q": np.array([3])}
+    dout = arrays.pop("dout")
+    arrays["q"][0, 1, 0, 2] = np.nan
+    out, lse = reference.forward(case.problem, **arrays, **options)
+    assert np.isnan(out[0, 1]).all() and np.isnan(lse[0, 0, 1]) and np.isfinite(out[0, [0, 2, 3]]).all() and lse[0, 0, 3] == -np.inf
+    _, dk, dv, dsinks = reference.backward(case.problem, dout, **arrays, **options)
+    assert np.isnan(dv[0, :2]).all() and np.isfinite(dv[0, 2:]).all() and np.isfinite(dk[0, 2:]).all() and np.isnan(dsinks).all()
+    arrays["q"][0, 1, 0, 2], options["sinks"] = 1.0, np.array([np.nan])
+    out, lse = reference.forward(case.problem, **arrays, **options)
+    assert np.isnan(out[0, :3]).all() and np.isnan(lse[0, 0, :3]).all() and not out[0, 3].any() and lse[0, 0, 3] == -np.inf
