@@ -676,7 +676,8 @@ def flash_with_options(problem, arrays, options, fault=""):
             weights = np.exp(x.score - top[:, None])
             total = weights.sum(axis=1) + np.exp(x.sink - top)
             divisor = np.where(total == 0, 1, total)
-            out[b, :, h] = (x.low(weights * (x.keep > 0)) @ x.v) / divisor[:, None] * (1 if fault == "unscaled" else x.keep.max(initial=1))
+            sums = reference._weighted_sum(x.low(weights * (x.keep > 0)), x.seen, x.v)
+            out[b, :, h] = sums / divisor[:, None] * (1 if fault == "unscaled" else x.keep.max(initial=1))
             lse[b, h] = np.where(total == 0, -np.inf, top + np.log(divisor))
     return rounded(out, problem.dtype), lse
 
@@ -708,7 +709,7 @@ def flash_backward_with_options(problem, arrays, options, fault=""):
 
 
 @settings(max_examples=100)
-@given(problems(max_seqlen=100, work=2**12, values=HONEST, options=FEATURES))
+@given(problems(max_seqlen=100, work=2**12, options=FEATURES))
 def test_the_rule_lets_options_pass(case):
     arrays, options = option_inputs(case)
     check_forward(case, *flash_with_options(case.problem, arrays, options))
@@ -939,6 +940,23 @@ def test_fuzz_finds_a_wrong_gradient(tmp_path):
     assert testing.replay(failure, kernel=own_backward("dk unscaled"), file=again) == 1
     assert testing.replay(failure, kernel=own_backward(), file=again) == 0
     assert "in dk" in again.getvalue()
+
+
+def test_fuzz_of_options(tmp_path):
+    failure, text = tmp_path / "failure.json", io.StringIO()
+    options = {
+        "library": "numpy",
+        "max_seqlen": 20,
+        "work": 2**8,
+        "options": ("mask", "sinks"),
+        "dtypes": ("float32",),
+        "failure": failure,
+        "file": text,
+    }
+    assert testing.fuzz(0.05, seed=1, kernel=own_with_options()[0], **options) == 0 and " mask " in text.getvalue(), text.getvalue()
+    assert testing.fuzz(0.5, seed=1, kernel=own_with_options("sink")[0], **options) == 1
+    case, _ = testing.load(failure)
+    assert case.problem.sinks and case.problem.mask is None, "small: the mask is not needed to fail"
 
 
 def test_fuzz_of_both_directions(tmp_path):

@@ -13,7 +13,7 @@ Needs NumPy alone, except the strategies and `fuzz`, which need Hypothesis (``pi
 `expected_gradients`, `check_backward`, `compare_gradients`
     The same for gradients.
 `problems`, `backward_problems`, `problems_for`, `placements`
-    Hypothesis strategies of cases, and of the layouts in them.
+    Hypothesis strategies of cases, and of the layouts in them. Masks, biases and the like are drawn when ``options`` asks for them.
 `fuzz`, `replay`
     Random search on the present machine (``numbaflash fuzz`` on the command line), and a failing case run again.
 

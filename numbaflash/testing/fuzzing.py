@@ -37,6 +37,7 @@ def fuzz(
     head_dims=None,
     max_seqlen: int = 400,
     work: int | None = None,
+    options=(),
     failure: str = "numbaflash-fuzz.json",
     file=None,
 ) -> int:
@@ -63,6 +64,8 @@ def fuzz(
         Restrict the search; by default all that the family has.
     max_seqlen, work : int, optional
         Bounds of a case, as `problems` takes them; ``work`` is 2**18 on the CPU and 2**21 on a GPU.
+    options : sequence of str
+        Options that about half of the cases each have, as `problems` takes them; none by default.
     failure : str
         File for a failing case. While a case runs it stands in ``failure + ".running"``, which is left over when the process dies.
     file : text file, optional
@@ -95,7 +98,7 @@ def fuzz(
     seed = random.SystemRandom().randrange(2**32) if seed is None else seed
     search = _Search(minutes, direction, family, library, kernel, where, failure, file or sys.stdout)
     try:
-        search.run(_strategy(direction, library, family if kernel is None else None, where, dtypes, head_dims, max_seqlen, work), seed)
+        search.run(_strategy(direction, library, family if kernel is None else None, where, dtypes, head_dims, max_seqlen, work, options), seed)
     finally:
         search.running.unlink(missing_ok=True)
     return search.finish()
@@ -176,7 +179,7 @@ def _library(library, family) -> str:
     return found[0] if found else "numpy"
 
 
-def _strategy(direction, library, family, where, dtypes, head_dims, max_seqlen, work):
+def _strategy(direction, library, family, where, dtypes, head_dims, max_seqlen, work, options=()):
     from hypothesis import strategies as st
 
     from .strategies import problems_for
@@ -192,7 +195,7 @@ def _strategy(direction, library, family, where, dtypes, head_dims, max_seqlen, 
     if not dtypes:
         raise ValueError(f"dtypes must hold one that {library} has here; got {missing}")
     work = work or (2**18 if where.kind == "cpu" else 2**21)
-    bounds = {"dtypes": tuple(dtypes), "head_dims": head_dims, "max_seqlen": max_seqlen, "work": work}
+    bounds = {"dtypes": tuple(dtypes), "head_dims": head_dims, "max_seqlen": max_seqlen, "work": work, "options": tuple(options)}
     return st.one_of(*(problems_for(family, where, way, **bounds) for way in DIRECTIONS[:2] if direction in (way, "both")))
 
 
@@ -280,6 +283,7 @@ class _Search:
             "no keys": case.seqlen_k == 0,
         }
         self.seen.update(name for name, present in options.items() if present)
+        self.seen.update(case.problem.features)
 
     def _report(self):
         self.reported = time.monotonic()
