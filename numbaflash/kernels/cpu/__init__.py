@@ -9,11 +9,11 @@ from __future__ import annotations
 import numba
 
 from ...dispatch import Device, Layouts, Plan, missing
-from ...problem import Problem
+from ...problem import OPTIONS, Problem
 
 __all__ = ["FEATURES", "plan", "prepare", "resources", "supports"]
 
-FEATURES = frozenset()
+FEATURES = frozenset(("softcap", *OPTIONS, "dropout"))
 """`Problem.features` that the forward kernels have."""
 
 

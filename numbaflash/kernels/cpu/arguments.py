@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import from_dtype, types
-from numba.extending import intrinsic
-
 from .config import CpuConfig, round_up
 from .convert import COMPUTE
+from .scores import OPTION_INTEGERS, OPTION_NUMBERS, TILES, record_at, score_scale, set_option_arguments, tile_sizes
 from .vector import jit
 
 CACHE_LINE = 64
 UNBOUNDED = 2**40
 """A bound of the band that excludes nothing."""
 
-REGIONS = ("queries", "keys", "values", "scores", "output", "m", "l", "alpha", "first", "last", "ranges", "addresses", "sums")
+REGIONS = ("queries", "keys", "values", "scores", "output", "m", "l", "alpha", "first", "last", "ranges", "addresses", "sums", *TILES)
 """Parts of a thread's workspace."""
 
 _AXES = ("batch", "row", "head", "dim")
@@ -23,12 +21,13 @@ _INT64 = (
     *("q_tile", "kv_tile", "splits", "q_blocks", "items", "key_columns", "value_columns"),
     *(f"{operand}_{axis}" for operand in ("q", "k", "v", "out") for axis in _AXES),
     *("lse_batch", "lse_head", "lse_row"),
-    *(f"at_{region}" for region in REGIONS),
+    *(f"at_{region}" for region in REGIONS if region not in TILES),
     *("workspace", "partial"),
+    *OPTION_INTEGERS,
 )
-ARGUMENTS = np.dtype([("score_scale", np.float64), *((name, np.int64) for name in _INT64)])
+ARGUMENTS = np.dtype([("score_scale", np.float64), *((name, np.int64) for name in _INT64), *((name, np.float64) for name in OPTION_NUMBERS)])
 """
-``score_scale`` is the scale times log2(e); ``q_blocks`` counts query tiles of a key/value head, ``items`` work items;
+``score_scale`` is what the products of queries and keys are multiplied by; ``q_blocks`` counts query tiles of a key/value head, ``items`` work items;
 ``key_columns`` and ``value_columns`` are the head dims of packed keys and values; ``{operand}_{axis}`` are strides,
 ``at_{region}`` places, ``workspace`` the size of a thread's workspace and ``partial`` that of the result of a part of the
 keys, all in bytes.
@@ -44,7 +43,8 @@ def arguments(problem, layouts, config: CpuConfig) -> np.ndarray:
         args[name] = getattr(problem, name)
     args["left"] = UNBOUNDED if problem.left is None else problem.left
     args["right"] = UNBOUNDED if problem.right is None else problem.right
-    args["score_scale"] = problem.scale * np.log2(np.e)
+    args["score_scale"] = score_scale(problem, kernel)
+    set_option_arguments(args, problem, layouts, kernel)
     args["q_tile"], args["kv_tile"], args["splits"] = config.q_tile, config.kv_tile, config.splits
     args["q_blocks"] = -(-problem.seqlen_q * problem.group // config.q_tile)
     args["items"] = args["q_blocks"] * problem.batch * problem.kv_heads * config.splits
@@ -70,6 +70,7 @@ def arguments(problem, layouts, config: CpuConfig) -> np.ndarray:
         "ranges": config.q_tile // kernel.panel * 4 * 8,
         "addresses": kernel.panel * 8,
         "sums": kernel.lanes**2 * itemsize,
+        **tile_sizes(kernel, config.kv_tile, config.q_tile),
     }
     end = 0
     for region in REGIONS:
@@ -80,11 +81,7 @@ def arguments(problem, layouts, config: CpuConfig) -> np.ndarray:
     return result
 
 
-@intrinsic
-def arguments_at(typingctx, address):
-    """The record of `ARGUMENTS` at an address."""
-    record = from_dtype(ARGUMENTS)
-    return record(types.int64), lambda context, builder, sig, args: builder.inttoptr(args[0], context.get_value_type(record))
+arguments_at = record_at(ARGUMENTS)
 
 
 @jit
@@ -119,14 +116,16 @@ def row_address(args, operand, row_stride, head_stride, row):
 
 
 @jit
-def band(args, row):
-    """The keys that a row sees: (first, one past the last), equal when it sees none."""
-    return query_band(args, row // args.group)
+def band(args, entry, row):
+    """The keys in the band of a row of a batch entry: (first, one past the last), equal when there are none."""
+    return query_band(args, entry, row // args.group)
 
 
 @jit
-def query_band(args, query):
+def query_band(args, entry, query):
     """`band` of the rows of a query."""
-    place = query + args.offset
-    first = max(0, place - args.left)
-    return first, max(first, min(args.seqlen_k, place + args.right + 1))
+    length_q, length_k, offset = entry
+    if query >= length_q:
+        return 0, 0
+    first = max(0, query + offset - args.left)
+    return first, max(first, min(length_k, query + offset + args.right + 1))

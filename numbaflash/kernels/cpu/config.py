@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...problem import Problem
 from . import target
@@ -41,6 +41,9 @@ class Kernel:
     rows : int
         Rows of the register tile: keys in the scores, head dim of the values in the weighted sum. A multiple of 4 in
         panels, 1 in rows.
+    options : tuple of str
+        What the problem has beyond a band, as `options_of` names it.
+    bias_dtype : str or None
     """
 
     form: str
@@ -48,6 +51,8 @@ class Kernel:
     lanes: int
     vectors: int
     rows: int
+    options: tuple[str, ...] = ()
+    bias_dtype: str | None = None
 
     @property
     def panel(self) -> int:
@@ -104,7 +109,7 @@ def choose(problem: Problem, threads: int) -> CpuConfig:
         Threads that may be used.
     """
     rows = problem.seqlen_q * problem.group
-    kernel = choose_kernel(problem.dtype, rows)
+    kernel = with_options(choose_kernel(problem.dtype, rows, options_of(problem)), problem)
     threads = useful_threads(problem, kernel, threads)
     heads = problem.batch * problem.kv_heads
     q_tile = choose_q_tile(problem, kernel, rows, heads, threads)
@@ -149,10 +154,20 @@ def useful_threads(problem: Problem, kernel: Kernel, threads: int) -> int:
     return max(1, min(threads, int(seconds / THREAD_WORK)))
 
 
-def choose_kernel(dtype: str, rows: int) -> Kernel:
-    """Kernel for a number of rows of a key/value head."""
+def options_of(problem: Problem) -> tuple[str, ...]:
+    """`Problem.features`, the lengths of queries and of keys being one: "lengths"."""
+    return tuple(dict.fromkeys("lengths" if name.startswith("seqlens") else name for name in problem.features))
+
+
+def with_options(kernel: Kernel, problem: Problem) -> Kernel:
+    """The kernel with the options of a problem compiled in."""
+    return replace(kernel, options=options_of(problem), bias_dtype=problem.bias_dtype)
+
+
+def choose_kernel(dtype: str, rows: int, options: tuple[str, ...] = ()) -> Kernel:
+    """Kernel for a number of rows of a key/value head, its options not compiled in yet."""
     lanes = target.vector_bytes() * 8 // COMPUTE[dtype].bitwidth
-    if rows <= MOST_ROWS:
+    if rows <= MOST_ROWS and not options:
         return Kernel("rows", dtype, lanes, 8, 1)
     if rows <= lanes:
         return Kernel("panels", dtype, lanes, 1, 8)

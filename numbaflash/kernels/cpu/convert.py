@@ -19,7 +19,7 @@ from .vector import Simd, Vector, broadcast, element_type, jit, pointer, words
 COMPUTE = {"float16": types.float32, "bfloat16": types.float32, "float32": types.float32, "float64": types.float64}
 """Type that elements of a dtype are computed in."""
 
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1}
 
 
 class _Bits:
@@ -93,13 +93,33 @@ def emit_narrow(builder, value, dtype, half_instructions=None):
     return builder.trunc(builder.or_(result, sign), short)
 
 
+def emit_number(builder, value, dtype, compute):
+    """Bits of elements to numbers of a type that holds them all; of bool, 0 and anything else."""
+    lanes = getattr(value.type, "count", None)
+    number = element_type(compute) if lanes is None else ir.VectorType(element_type(compute), lanes)
+    if dtype == "bool":
+        return builder.uitofp(value, number)
+    value = emit_widen(builder, value, dtype)
+    return value if value.type == number else builder.fpext(value, number)
+
+
+def emit_element(builder, value, dtype):
+    """Numbers, float64 ones too, to the bits of elements."""
+    element = getattr(value.type, "element", value.type)
+    if isinstance(element, ir.DoubleType) and dtype != "float64":
+        value = builder.fptrunc(value, _Bits(builder, value.type).type(ir.FloatType()))
+    return emit_narrow(builder, value, dtype)
+
+
 def stored_type(dtype) -> ir.Type:
     """LLVM type of an element in memory."""
+    if dtype == "bool":
+        return ir.IntType(8)
     return ir.IntType(16) if ITEMSIZE[dtype] == 2 else element_type(COMPUTE[dtype])
 
 
 @functools.cache
-def elements(dtype, lanes=None):
+def elements(dtype, lanes=None, compute=None):
     """Loads and stores that convert.
 
     Parameters
@@ -108,15 +128,17 @@ def elements(dtype, lanes=None):
         Name of the dtype in memory.
     lanes : int or None
         None for one element as a scalar, else that many neighbours as a vector.
+    compute : numba type, optional
+        Of the numbers, where it is not that of `COMPUTE`.
 
     Returns
     -------
     load : intrinsic
-        ``load(address)`` gives the compute type of `COMPUTE`.
+        ``load(address)`` gives the compute type.
     store : intrinsic
         ``store(address, value)``.
     """
-    compute = COMPUTE[dtype]
+    compute = compute or COMPUTE[dtype]
     stored, number = stored_type(dtype), compute
     if lanes is not None:
         stored, number = ir.VectorType(stored, lanes), Vector(compute, lanes)
@@ -124,14 +146,14 @@ def elements(dtype, lanes=None):
     @intrinsic
     def load(typingctx, address):
         def codegen(context, builder, sig, args):
-            return emit_widen(builder, builder.load(pointer(builder, args[0], stored), align=1), dtype)
+            return emit_number(builder, builder.load(pointer(builder, args[0], stored), align=1), dtype, compute)
 
         return number(types.int64), codegen
 
     @intrinsic
     def store(typingctx, address, value):
         def codegen(context, builder, sig, args):
-            builder.store(emit_narrow(builder, args[1], dtype), pointer(builder, args[0], stored), align=1)
+            builder.store(emit_element(builder, args[1], dtype), pointer(builder, args[0], stored), align=1)
             return context.get_dummy_value()
 
         return types.void(types.int64, number), codegen

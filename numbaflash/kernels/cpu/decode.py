@@ -15,12 +15,14 @@ from types import SimpleNamespace
 import numpy as np
 from numba import types
 
+from . import scores as scores_of
 from .arguments import arguments_at, band, part_of_keys, place_of, row_address
 from .config import Kernel
 from .convert import COMPUTE, ITEMSIZE, elements, packing
 from .driver import next_item
 from .exp2 import exp2
 from .microkernel import dot_products, tile_product
+from .scores import options_at
 from .vector import Simd, add_lanes, jit, max_lane, maximum, select, words
 
 
@@ -65,6 +67,7 @@ def build(kernel: Kernel):
     dots_in_place, dots_packed = dot_products(dtype, lanes), dot_products(str(compute), lanes)
     zero, one, minus_inf = number(0), number(1), number(-np.inf)
     ln2 = float(np.log(2))
+    entry_of = scores_of.build(kernel).entry_of
 
     @jit
     def load_row(args, source, query):
@@ -120,17 +123,18 @@ def build(kernel: Kernel):
             weigh_packed(values, row_stride, n_vectors, scores, output, alpha, end - begin)
 
     @jit
-    def attend(args, q, k, v, item, work):
+    def attend(args, at, q, k, v, item, work):
         """Algorithm 1 for the rows of a key/value head and (a part of) their keys; leaves m, l and O in the workspace."""
         batch, kv_head, first_row, split = place_of(args, item)
         n_rows = rows_of(args, first_row)
         q_head = q + batch * args.q_batch + kv_head * args.group * args.q_head
         query_bytes, output_bytes = args.key_columns * itemsize, args.value_columns * itemsize
+        entry = entry_of(args, at, batch)
         tile_first, tile_last = args.seqlen_k, 0
         for r in range(n_rows):
             source = row_address(args, q_head, args.q_row, args.q_head, first_row + r)
             load_row(args, source, work + args.at_queries + r * query_bytes)
-            lo, hi = band(args, first_row + r)
+            lo, hi = band(args, entry, first_row + r)
             store_int32(work + args.at_first + r * 4, lo)
             store_int32(work + args.at_last + r * 4, hi)
             if lo < hi:
@@ -223,9 +227,9 @@ def build(kernel: Kernel):
             store_number(at_m, m)
             store_number(at_m + row_bytes, l)
 
-    def thread(args_address, q, k, v, out, lse, work, partial, counter, merging):
+    def thread(args_address, q, k, v, out, lse, options_address, work, partial, counter, merging):
         """Take work items until there are none; in a second round, merge their parts."""
-        args = arguments_at(args_address)
+        args, at = arguments_at(args_address), options_at(options_address)
         item = next_item(counter)
         if merging:
             row_bytes = args.q_tile * itemsize
@@ -237,7 +241,7 @@ def build(kernel: Kernel):
                 item = next_item(counter)
         else:
             while item < args.items:
-                attend(args, q, k, v, item, work)
+                attend(args, at, q, k, v, item, work)
                 if args.splits == 1:
                     finish(args, out, lse, item, work + args.at_output, work + args.at_m, work + args.at_l)
                 else:

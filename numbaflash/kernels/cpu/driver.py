@@ -86,7 +86,7 @@ def wait_until(address, value):
 
 
 @intrinsic
-def _call(typingctx, function, args, q, k, v, out, lse, work, partial, counter, merging):
+def _call(typingctx, function, args, q, k, v, out, lse, options, work, partial, counter, merging):
     """Call a function by its address: it is compiled once, not once more in every caller."""
 
     def codegen(context, builder, sig, values):
@@ -96,7 +96,7 @@ def _call(typingctx, function, args, q, k, v, out, lse, work, partial, counter, 
         builder.call(builder.inttoptr(address, signature.as_pointer()), values)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 11), codegen
+    return types.void(*[types.int64] * 12), codegen
 
 
 @jit
@@ -106,7 +106,7 @@ def _aligned(memory):
 
 
 @jit
-def _call_thread(function, thread, args, q, k, v, out, lse, workspace, partial, counters, merging):
+def _call_thread(function, thread, args, q, k, v, out, lse, options, workspace, partial, counters, merging):
     # Arrays come here as arrays, not as addresses, so that Numba keeps them alive through the call.
     _call(
         function,
@@ -116,6 +116,7 @@ def _call_thread(function, thread, args, q, k, v, out, lse, workspace, partial, 
         v,
         out,
         lse,
+        np.int64(options.ctypes.data),
         _aligned(workspace) + thread * args[0].workspace,
         _aligned(partial),
         np.int64(counters.ctypes.data) + merging * CACHE_LINE,
@@ -123,7 +124,7 @@ def _call_thread(function, thread, args, q, k, v, out, lse, workspace, partial, 
     )
 
 
-def run(function, args, q, k, v, out, lse, threads):
+def run(function, args, q, k, v, out, lse, options, threads):
     """Run a launch.
 
     Parameters
@@ -134,6 +135,8 @@ def run(function, args, q, k, v, out, lse, threads):
         One record of `numbaflash.kernels.cpu.arguments.ARGUMENTS`.
     q, k, v, out, lse : int
         Addresses.
+    options : ndarray
+        One record of `numbaflash.kernels.cpu.scores.OPTION_ADDRESSES`.
     threads : int
         Threads to use; with 1 the caller's own does it all.
     """
@@ -142,15 +145,15 @@ def run(function, args, q, k, v, out, lse, threads):
     partial = np.empty(args[0].items * args[0].partial + CACHE_LINE if splits > 1 else 0, np.uint8)
     counters = np.zeros(2 * CACHE_LINE // 8, np.int64)
     if threads == 1:
-        _call_thread(function, 0, args, q, k, v, out, lse, workspace, partial, counters, 0)
+        _call_thread(function, 0, args, q, k, v, out, lse, options, workspace, partial, counters, 0)
         if splits > 1:
-            _call_thread(function, 0, args, q, k, v, out, lse, workspace, partial, counters, 1)
+            _call_thread(function, 0, args, q, k, v, out, lse, options, workspace, partial, counters, 1)
     else:
         for thread in prange(threads):
-            _call_thread(function, thread, args, q, k, v, out, lse, workspace, partial, counters, 0)
+            _call_thread(function, thread, args, q, k, v, out, lse, options, workspace, partial, counters, 0)
         if splits > 1:
             for thread in prange(threads):
-                _call_thread(function, thread, args, q, k, v, out, lse, workspace, partial, counters, 1)
+                _call_thread(function, thread, args, q, k, v, out, lse, options, workspace, partial, counters, 1)
 
 
 @intrinsic
@@ -172,7 +175,8 @@ def _call_backward_thread(function, thread, args, addresses, scratch, counters, 
 
 
 def run_backward(function, args, addresses, threads):
-    """Run a launch of the gradients: all threads prepare the rows, then all walk the tiles of keys.
+    """Run a launch of the gradients: all threads prepare the rows, then all walk the tiles of keys, then those parts of
+    the gradients of options that they have.
 
     Parameters
     ----------
@@ -184,8 +188,8 @@ def run_backward(function, args, addresses, threads):
         Threads to use; with 1 the caller's own does it all.
     """
     scratch = np.empty(threads * args[0].scratch + CACHE_LINE, np.uint8)
-    counters = np.zeros(2 * CACHE_LINE // 8, np.int64)
-    for phase in range(2):
+    counters = np.zeros(3 * CACHE_LINE // 8, np.int64)
+    for phase in range(args[0].phases):
         if threads == 1:
             _call_backward_thread(function, 0, args, addresses, scratch, counters, phase)
         else:

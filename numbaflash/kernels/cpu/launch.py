@@ -8,14 +8,16 @@ import os
 import threading
 
 import numba
+import numpy as np
 from numba import types
 from numba.core.ccallback import CFunc
 
-from ...dispatch import Plan
+from ...dispatch import OPERANDS, Plan, operands
 from ...toolchain.log import logger
 from . import cache, config, decode, driver, forward
 from .arguments import ARGUMENTS, arguments
 from .config import Kernel
+from .scores import OPTION_ADDRESSES, signed_seed
 
 BUILD = {"panels": forward.build, "rows": decode.build}
 
@@ -47,7 +49,7 @@ def available_threads() -> int:
 @functools.cache
 def _compile_kernel(kernel: Kernel) -> CFunc:
     """The compiled thread function; it is called by its `.address`."""
-    signature = (types.int64,) * 10, types.void
+    signature = (types.int64,) * 11, types.void
     function = CFunc(BUILD[kernel.form](kernel).thread, signature, {}, {"nopython": True, "error_model": "numpy"})
     function._cache = cache.KernelCache(repr(kernel))
     function.compile()
@@ -69,8 +71,8 @@ def driver_function(function):
 def _compile_driver():
     run = driver_function(driver.run)
     run._cache = cache.KernelCache("driver")
-    record = numba.from_dtype(ARGUMENTS)
-    run.compile(types.void(types.int64, types.Array(record, 1, "C"), *[types.int64] * 6))
+    args, options = (types.Array(numba.from_dtype(record), 1, "C") for record in (ARGUMENTS, OPTION_ADDRESSES))
+    run.compile(types.void(types.int64, args, *[types.int64] * 5, options, types.int64))
     return run
 
 
@@ -127,12 +129,24 @@ def _prepare(plan):
     run, kernel = compiled(plan.config.kernel)
     address = kernel.address
     args = arguments(plan.problem, plan.layouts, plan.config)
+    given = operands(plan.problem)[len(OPERANDS) :]
+    if not given:
+        none = np.zeros(1, OPTION_ADDRESSES)
 
-    def launch(addresses):
+        def launch(addresses):
+            with using(plan.threads) as threads:
+                run(address, args, *addresses, none, threads)
+
+        return launch
+
+    def launch_with_options(addresses):
+        options = np.zeros(1, OPTION_ADDRESSES)
+        for name, value in zip(given, addresses[len(OPERANDS) :], strict=True):
+            options[name] = signed_seed(value)
         with using(plan.threads) as threads:
-            run(address, args, *addresses, threads)
+            run(address, args, *addresses[: len(OPERANDS)], options, threads)
 
-    return launch
+    return launch_with_options
 
 
 def resources(plan) -> dict:

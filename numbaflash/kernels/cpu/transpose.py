@@ -8,7 +8,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .convert import COMPUTE, emit_narrow, emit_widen, stored_type
+from .convert import COMPUTE, emit_element, emit_number, stored_type
 from .vector import broadcast, element_type, pointer
 
 INT32, INT64 = ir.IntType(32), ir.IntType(64)
@@ -33,15 +33,17 @@ def emit_transpose(builder, rows):
 
 
 @functools.cache
-def transposing(dtype, lanes):
+def transposing(dtype, lanes, compute=None):
     """Build the two directions.
 
     Parameters
     ----------
     dtype : str
-        Of the rows in memory; a panel holds the compute type.
+        Of the rows in memory.
     lanes : int
         Rows, and neighbouring elements of each, that are moved at once.
+    compute : numba type, optional
+        Of the numbers in a panel, where it is not that of `COMPUTE`.
 
     Returns
     -------
@@ -52,7 +54,7 @@ def transposing(dtype, lanes):
         ``store_rows(panel, panel_stride, factors, addresses, offset)``: the way back; the factors of the rows lie at an
         address.
     """
-    compute = COMPUTE[dtype]
+    compute = compute or COMPUTE[dtype]
     itemsize = compute.bitwidth // 8
     vector = ir.VectorType(element_type(compute), lanes)
     stored = ir.VectorType(stored_type(dtype), lanes)
@@ -67,7 +69,7 @@ def transposing(dtype, lanes):
         def codegen(context, builder, sig, args):
             addresses, offset, factor, panel, panel_stride = args
             factor = broadcast(builder, factor, lanes)
-            rows = [emit_widen(builder, builder.load(place, align=1), dtype) for place in places(builder, addresses, offset)]
+            rows = [emit_number(builder, builder.load(place, align=1), dtype, compute) for place in places(builder, addresses, offset)]
             for i, column in enumerate(emit_transpose(builder, rows)):
                 place = pointer(builder, builder.add(panel, builder.mul(panel_stride, INT64(i))), vector)
                 builder.store(builder.fmul(column, factor), place, align=itemsize)
@@ -85,7 +87,7 @@ def transposing(dtype, lanes):
                 place = pointer(builder, builder.add(panel, builder.mul(panel_stride, INT64(i))), vector)
                 columns.append(builder.fmul(builder.load(place, align=itemsize), factors))
             for row, place in zip(emit_transpose(builder, columns), places(builder, addresses, offset), strict=True):
-                builder.store(emit_narrow(builder, row, dtype), place, align=1)
+                builder.store(emit_element(builder, row, dtype), place, align=1)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 5), codegen

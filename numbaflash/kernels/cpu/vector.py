@@ -128,6 +128,7 @@ _arithmetic(operator.sub, "fsub", "sub")
 _arithmetic(operator.mul, "fmul", "mul")
 _arithmetic(operator.truediv, "fdiv", None)
 _arithmetic(operator.and_, None, "and_")
+_arithmetic(operator.or_, None, "or_")
 _comparison(operator.lt, "<")
 _comparison(operator.le, "<=")
 _comparison(operator.eq, "==")
@@ -201,7 +202,8 @@ def max_lane(typingctx, x):
 
 
 class Simd:
-    """Operations on vectors of one type: ``load(address)``, ``store(address, vector)``, ``splat(scalar)``, ``lane_numbers()``.
+    """Operations on vectors of one type: ``load(address)``, ``store(address, vector)``, ``splat(scalar)``, ``lane_numbers()``,
+    and ``convert(integers)`` of as many int32.
 
     Loads and stores need no alignment beyond that of an element; aligned addresses are as fast as if it were promised.
 
@@ -247,8 +249,12 @@ def _simd(dtype, lanes):
 
         return vector(), codegen
 
+    @intrinsic
+    def convert(typingctx, integers):
+        return vector(Vector(types.int32, lanes)), lambda context, builder, sig, args: builder.sitofp(args[0], llvm_type(vector))
+
     self.dtype, self.lanes, self.vector, self.itemsize, self.bytes = dtype, lanes, vector, itemsize, lanes * itemsize
-    self.load, self.store, self.splat, self.lane_numbers = load, store, splat, lane_numbers
+    self.load, self.store, self.splat, self.lane_numbers, self.convert = load, store, splat, lane_numbers, convert
     return self
 
 

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from ....dispatch import BackwardLayouts, Device, Plan
 from ....problem import Problem
+from .. import FEATURES
 from .. import supports as supports_features
 
 __all__ = ["FEATURES", "plan", "prepare", "resources", "supports"]
-
-FEATURES = frozenset()
-"""`Problem.features` that the kernel has."""
 
 
 def supports(problem: Problem, device: Device) -> tuple[str, ...]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import from_dtype, types
-from numba.extending import intrinsic
 
-from ....dispatch import BACKWARD_OPERANDS
+from ....dispatch import BACKWARD_OPERANDS, OPTION_OPERANDS
+from ....problem import DIFFERENTIABLE_OPTIONS
 from ..arguments import CACHE_LINE, UNBOUNDED
 from ..config import round_up
 from ..convert import COMPUTE
+from ..scores import OPTION_INTEGERS, OPTION_NUMBERS, TILES, record_at, score_scale, set_option_arguments, tile_sizes
 from ..vector import jit
 from .config import BackwardConfig
 
@@ -17,10 +17,11 @@ SCRATCH = (
     *("keys", "values", "dkeys", "dvalues"),
     *("queries", "douts", "queries_t", "douts_t", "scores", "dscores"),
     *("query_rows", "dout_rows", "result_rows", "first", "last", "ranges", "spans", "ones", "scales", "zeros", "spare"),
+    *(*TILES, "part_lse", "part_delta", "slots", "bias_sums"),
 )
 """Parts of a thread's scratch memory."""
 
-WORKSPACE = ("lse2", "delta", "dq_sum", "turns")
+WORKSPACE = ("lse2", "delta", "dq_sum", "turns", "sink_terms")
 """Parts of the workspace of a call."""
 
 _AXES = ("batch", "row", "head", "dim")
@@ -32,18 +33,30 @@ _INT64 = (
     *("needs_q", "needs_k", "needs_v"),
     *(f"{operand}_{axis}" for operand in _TENSORS for axis in _AXES),
     *(f"{operand}_{axis}" for operand in _ROWS for axis in _AXES[:3]),
-    *(f"at_{region}" for region in (*SCRATCH, *WORKSPACE)),
+    *(f"at_{region}" for region in (*SCRATCH, *WORKSPACE) if region not in TILES),
     "scratch",
+    *OPTION_INTEGERS,
+    *("phases", "needs_bias", "needs_sinks", "dsinks_head", "part_queries", "sum_stride"),
+    *(f"{what}_{axis}" for what in ("dbias", "by") for axis in ("batch", "head", "row", "key")),
 )
-ARGUMENTS = np.dtype([("score_scale", np.float64), ("scale", np.float64), *((name, np.int64) for name in _INT64)])
+ARGUMENTS = np.dtype(
+    [
+        *((name, np.float64) for name in ("score_scale", "scale")),
+        *((name, np.int64) for name in _INT64),
+        *((name, np.float64) for name in OPTION_NUMBERS),
+    ]
+)
 """
-``score_scale`` is the scale times log2(e); ``q_tiles`` and ``kv_tiles`` count the tiles of a key/value head;
+``score_scale`` is what the products of queries and keys are multiplied by; ``q_tiles`` and ``kv_tiles`` count the tiles of a key/value head;
 ``key_columns`` and ``value_columns`` are the padded head dims, ``key_stride``, ``value_stride`` and
 ``score_stride`` the rows of packed matrices in bytes; ``needs_*`` is 1 for the gradients to compute; ``{operand}_{axis}``
-are strides; ``at_{region}`` places in a thread's scratch memory, of ``scratch`` bytes, or in the workspace.
+are strides; ``at_{region}`` places in a thread's scratch memory, of ``scratch`` bytes, or in the workspace. ``by_{axis}`` is 1 for the axes
+that the bias is not broadcast along; ``part_queries`` are the queries of a part of its gradient and ``sum_stride`` the bytes of a row of its sums.
 """
 
-ADDRESSES = np.dtype([(operand, np.int64) for operand in BACKWARD_OPERANDS])
+OPTIONAL = (*OPTION_OPERANDS, *(f"d{name}" for name in DIFFERENTIABLE_OPTIONS))
+ADDRESSES = np.dtype([(operand, np.int64) for operand in (*BACKWARD_OPERANDS, *OPTIONAL)])
+"""0 for what there is none of; the seed of dropout is itself."""
 
 
 def odd_lines(n_bytes: int) -> int:
@@ -63,7 +76,7 @@ def workspace_sizes(problem, config: BackwardConfig, needs_q: bool) -> dict[str,
     heads = problem.batch * problem.kv_heads
     tiles = heads * -(-problem.seqlen_q * problem.group // config.q_tile)
     rows = tiles * config.q_tile
-    sizes = {"lse2": rows * itemsize, "delta": rows * itemsize, "dq_sum": 0, "turns": 0}
+    sizes = {"lse2": rows * itemsize, "delta": rows * itemsize, "dq_sum": 0, "turns": 0, "sink_terms": rows * itemsize if problem.sinks else 0}
     if needs_q:
         sizes["dq_sum"] = rows * padded(problem.head_dim, config.kernel) * itemsize
         sizes["turns"] = tiles * 8
@@ -97,6 +110,11 @@ def scratch_sizes(args, config: BackwardConfig, itemsize: int) -> dict[str, int]
         "scales": kernel.panel * itemsize,
         "zeros": max(key_stride, value_stride),
         "spare": key_stride,
+        **tile_sizes(kernel, config.kv_block, q_tile, with_slopes=True),
+        "part_lse": q_tile * itemsize if args["needs_bias"] else 0,
+        "part_delta": q_tile * itemsize if args["needs_bias"] else 0,
+        "slots": q_tile * 4 if args["needs_bias"] else 0,
+        "bias_sums": config.kv_tile * int(args["sum_stride"]) if args["needs_bias"] else 0,
     }
 
 
@@ -110,7 +128,8 @@ def arguments(problem, layouts, config: BackwardConfig) -> np.ndarray:
         args[name] = getattr(problem, name)
     args["left"] = UNBOUNDED if problem.left is None else problem.left
     args["right"] = UNBOUNDED if problem.right is None else problem.right
-    args["score_scale"] = problem.scale * np.log2(np.e)
+    args["score_scale"] = score_scale(problem, kernel)
+    set_option_arguments(args, problem, layouts, kernel)
     args["q_tile"], args["kv_block"], args["kv_tile"] = config.q_tile, config.kv_block, config.kv_tile
     args["q_tiles"] = -(-problem.seqlen_q * problem.group // config.q_tile)
     args["kv_tiles"] = -(-problem.seqlen_k // config.kv_tile)
@@ -126,6 +145,16 @@ def arguments(problem, layouts, config: BackwardConfig) -> np.ndarray:
                 args[f"{operand}_{axis}"] = stride
     for name in "qkv":
         args[f"needs_{name}"] = getattr(layouts, f"d{name}") is not None
+    args["phases"] = 2
+    if layouts.dbias is not None:
+        args["phases"], args["needs_bias"] = 3, 1
+        for axis, stride, n in zip(("batch", "head", "row", "key"), layouts.dbias.strides, problem.bias, strict=True):
+            args[f"dbias_{axis}"], args[f"by_{axis}"] = stride, n != 1
+        args["part_queries"] = max(1, config.q_tile // problem.group)
+        args["sum_stride"] = odd_lines(max(config.q_tile, problem.group) * itemsize)
+    if layouts.dsinks is not None:
+        args["phases"], args["needs_sinks"] = 3, 1
+        args["dsinks_head"] = layouts.dsinks.strides[0]
     sizes = scratch_sizes(args, config, itemsize)
     args["scratch"] = _place(args, SCRATCH, sizes)
     _place(args, WORKSPACE, workspace_sizes(problem, config, bool(args["needs_q"])))
@@ -140,27 +169,19 @@ def _place(args, regions, sizes) -> int:
     return end
 
 
-def _record_at(dtype):
-    @intrinsic
-    def record_at(typingctx, address):
-        record = from_dtype(dtype)
-        return record(types.int64), lambda context, builder, sig, args: builder.inttoptr(args[0], context.get_value_type(record))
-
-    return record_at
-
-
-arguments_at, addresses_at = _record_at(ARGUMENTS), _record_at(ADDRESSES)
+arguments_at, addresses_at = record_at(ARGUMENTS), record_at(ADDRESSES)
 
 
 @jit
-def keys_of_tile(args, q_tile):
-    """Keys that some row of a tile of queries sees: (first, one past the last), equal when there are none."""
+def keys_of_tile(args, entry, q_tile):
+    """Keys in the band of some row of a tile of queries: (first, one past the last), equal when there are none."""
+    length_q, length_k, offset = entry
     rows = args.seqlen_q * args.group
     query = q_tile * args.q_tile // args.group
-    last_query = (min(rows, (q_tile + 1) * args.q_tile) - 1) // args.group
-    query = max(query, -args.offset - args.right)  # those before it end before the first key, those after the last begin
-    last_query = min(last_query, args.seqlen_k - 1 - args.offset + args.left)  # past the last key
+    last_query = min(length_q - 1, (min(rows, (q_tile + 1) * args.q_tile) - 1) // args.group)
+    query = max(query, -offset - args.right)  # those before it end before the first key, those after the last begin
+    last_query = min(last_query, length_k - 1 - offset + args.left)  # past the last key
     if query > last_query:
         return 0, 0
-    first = max(0, query + args.offset - args.left)
-    return first, max(first, min(args.seqlen_k, last_query + args.offset + args.right + 1))
+    first = max(0, query + offset - args.left)
+    return first, max(first, min(length_k, last_query + offset + args.right + 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ....problem import Problem
-from ..config import FLOPS, REGISTER_TILE, THREAD_WORK, Kernel, round_up
+from ..config import FLOPS, REGISTER_TILE, THREAD_WORK, Kernel, round_up, with_options
 from ..convert import COMPUTE
 from ..target import vector_bytes, vector_registers
 
@@ -47,7 +47,7 @@ class BackwardConfig:
 def choose(problem: Problem, threads: int) -> BackwardConfig:
     """Kernel and tiles for a problem when ``threads`` threads may be used."""
     rows = problem.seqlen_q * problem.group
-    kernel = choose_kernel(problem.dtype, rows)
+    kernel = with_options(choose_kernel(problem.dtype, rows), problem)
     q_tile = min(Q_TILE // kernel.panel * kernel.panel, round_up(rows, kernel.panel))
     threads = useful_threads(problem, threads)
     heads = problem.batch * problem.kv_heads

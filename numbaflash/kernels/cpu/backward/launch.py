@@ -9,14 +9,18 @@ import numpy as np
 from numba import types
 from numba.core.ccallback import CFunc
 
-from ....dispatch import Plan
+from ....dispatch import Plan, operands
 from ....toolchain.log import logger
 from .. import cache, driver
 from .. import launch as threads_of
 from ..config import Kernel
+from ..scores import signed_seed
 from . import config
 from .arguments import ADDRESSES, ARGUMENTS, arguments, workspace_sizes
 from .kernel import build
+
+
+seed_place = ADDRESSES.names.index("seed")
 
 
 @functools.cache
@@ -75,10 +79,18 @@ def _prepare(plan):
     run, kernel = compiled(plan.config.kernel)
     address = kernel.address
     args = arguments(plan.problem, plan.layouts, plan.config)
+    given = operands(plan.problem, "backward")
+    none = len(given)  # past the addresses there is one more, which is 0
+    places = [given.index(name) if name in given else none for name in ADDRESSES.names]
+    has_seed = "seed" in given
 
     def launch(addresses):
+        addresses = (*addresses, 0)
+        values = [addresses[place] for place in places]
+        if has_seed:
+            values[seed_place] = signed_seed(values[seed_place])
         with threads_of.using(plan.threads) as threads:
-            run(address, args, np.array([tuple(addresses)], ADDRESSES), threads)
+            run(address, args, np.array([tuple(values)], ADDRESSES), threads)
 
     return launch
 
