@@ -20,18 +20,52 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from . import api
 from .arrays.torch import TORCH, recorded
 from .dispatch import forced_family, use_family
-from .problem import UnsupportedError, check_causal, check_flag, check_scale, check_window, make_problem
+from .problem import (
+    OPTIONS,
+    UnsupportedError,
+    check_causal,
+    check_dropout,
+    check_flag,
+    check_scale,
+    check_seed,
+    check_softcap,
+    check_window,
+    make_problem,
+)
 
 __all__ = ["attention", "replace_sdpa", "scaled_dot_product_attention"]
 
 NAMES = ("q", "k", "v")
+DIFFERENTIABLE = (*NAMES, "bias", "sinks")
+CONSTANT = tuple(name for name in OPTIONS if name not in DIFFERENTIABLE)
+"""Tensors that have no gradient."""
+
 SECOND_DERIVATIVES = (
     "the gradients of numbaflash.attention cannot be differentiated again (second derivatives, as for a gradient penalty or a Hessian). "
     "Use torch.nn.functional.scaled_dot_product_attention with its MATH back end for that part of the model"
 )
 
 
-def attention(q, k, v, *, scale=None, causal=False, window=None, return_lse=False, deterministic=False):
+def attention(
+    q,
+    k,
+    v,
+    *,
+    scale=None,
+    causal=False,
+    window=None,
+    softcap=None,
+    mask=None,
+    bias=None,
+    alibi_slopes=None,
+    sinks=None,
+    dropout=0,  # torch.compile makes a variable of 0.0
+    seed=None,
+    seqlens_q=None,
+    seqlens_k=None,
+    return_lse=False,
+    deterministic=False,
+):
     """Exact attention that torch differentiates: `numbaflash.attention` for tensors.
 
     Parameters
@@ -41,8 +75,12 @@ def attention(q, k, v, *, scale=None, causal=False, window=None, return_lse=Fals
     v : Tensor, (batch, seqlen_k, kv_heads, head_dim_v)
         float16, bfloat16, float32 or float64, on the CPU or a CUDA device, any strides. Any of them may require a gradient; what needs none
         costs nothing in the backward. Under ``torch.autocast`` they are cast as torch casts the arguments of its own attention.
-    scale, causal, window
+    scale, causal, window, softcap, mask, alibi_slopes, dropout, seqlens_q, seqlens_k
         As in `numbaflash.forward`.
+    bias, sinks : Tensor, optional
+        As in `numbaflash.forward`; each may require a gradient.
+    seed : int, optional
+        Of the dropout mask. None draws one from torch's generator of the CPU (``torch.manual_seed``), anew in each call.
     return_lse : bool, optional
         Also return the log-sum-exp of the scores, which is differentiable too.
     deterministic : bool, optional
@@ -93,12 +131,32 @@ def attention(q, k, v, *, scale=None, causal=False, window=None, return_lse=Fals
         q, k, v = (_autocast(x, dtype) for x in (q, k, v))
     if not torch.compiler.is_dynamo_compiling():
         _refuse_transformations(q, k, v)
+    options = {"scale": scale, "causal": causal, "window": window}
+    more = {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
+    if not (softcap is mask is bias is alibi_slopes is sinks is seed is seqlens_q is seqlens_k is None and dropout == 0):
+        _check_constant(more)
+        options |= {"softcap": softcap, "dropout": dropout, "seed": draw_seed() if seed is None and dropout else seed}
     if recorded() or device == "meta":
-        out, lse = _operator(q, k, v, scale, causal, window, deterministic)
+        out, lse = _operator(q, k, v, **options, **more, deterministic=deterministic)
         return (out, lse) if check_flag("return_lse", return_lse) else out
-    if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
-        return api.forward(q, k, v, scale=scale, causal=causal, window=window, return_lse=return_lse)
-    return _Attention.apply(q, k, v, scale, causal, window, return_lse, deterministic)
+    if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, bias, sinks))):
+        return api.forward(q, k, v, **options, **more, return_lse=return_lse)
+    constant = {name: more[name] for name in CONSTANT if more[name] is not None}
+    return _Attention.apply(q, k, v, bias, sinks, constant, options, return_lse, deterministic)
+
+
+def draw_seed():
+    """A new seed from torch's generator of the CPU: a tensor where torch.compile traces, which must not read its value."""
+    seed = torch.randint(0, 2**63 - 1, ())
+    return seed if torch.compiler.is_dynamo_compiling() else int(seed)
+
+
+def _check_constant(tensors):
+    for name, x in tensors.items():
+        if x is not None and not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a torch tensor; got {type(x).__name__}")
+        if name in CONSTANT and x is not None and x.requires_grad and torch.is_grad_enabled():
+            raise UnsupportedError(f"{name} requires a gradient, which numbaflash.attention does not compute. Pass {name}.detach()")
 
 
 def _autocast(x, dtype):
@@ -129,24 +187,24 @@ class _Attention(torch.autograd.Function):
     """The eager road: forward saves the LSE, backward computes the scores again."""
 
     @staticmethod
-    def forward(ctx, q, k, v, scale, causal, window, return_lse, deterministic):
-        out, lse = api.forward(q, k, v, scale=scale, causal=causal, window=window, return_lse=True)
-        ctx.save_for_backward(*(_saved(x) for x in (q, k, v)), out, lse)
-        ctx.options = {"scale": scale, "causal": causal, "window": window, "deterministic": deterministic}
+    def forward(ctx, q, k, v, bias, sinks, constant, options, return_lse, deterministic):
+        given = constant | {name: x for name, x in (("bias", bias), ("sinks", sinks)) if x is not None}
+        out, lse = api.forward(q, k, v, **options, **given, return_lse=True)
+        ctx.save_for_backward(*(_saved(x) for x in (q, k, v)), out, lse, *(_saved(x) for x in given.values()))
+        ctx.names, ctx.options = tuple(given), options | {"deterministic": deterministic}
         ctx.family = forced_family()  # of this thread; autograd has its own
         ctx.set_materialize_grads(False)
         return (out, lse) if check_flag("return_lse", return_lse) else out
 
     @staticmethod
     def backward(ctx, dout, dlse=None):
-        needs = tuple(name for name, needed in zip(NAMES, ctx.needs_input_grad[:3], strict=True) if needed)
+        needs = tuple(name for name, needed in zip(DIFFERENTIABLE, ctx.needs_input_grad[:5], strict=True) if needed)
         if dout is None and dlse is None:
-            gradients = None, None, None
-        elif torch.is_grad_enabled():  # create_graph=True
-            gradients = _Gradients.apply(dout, dlse, *ctx.saved_tensors, needs, ctx.options, ctx.family)
+            gradients = (None,) * 5
         else:
-            gradients = _gradients(dout, dlse, *ctx.saved_tensors, needs, ctx.options, ctx.family)
-        return *gradients, None, None, None, None, None
+            compute = _Gradients.apply if torch.is_grad_enabled() else _gradients  # create_graph=True
+            gradients = compute(dout, dlse, *ctx.saved_tensors, needs, ctx.names, ctx.options, ctx.family)
+        return *gradients, None, None, None, None
 
 
 class _Gradients(torch.autograd.Function):
@@ -161,13 +219,18 @@ class _Gradients(torch.autograd.Function):
         raise UnsupportedError(SECOND_DERIVATIVES)
 
 
-def _gradients(dout, dlse, q, k, v, out, lse, needs, options, family=None):
-    """dq, dk, dv; None for those not needed."""
+def _gradients(dout, dlse, q, k, v, out, lse, *more):
+    """dq, dk, dv, dbias, dsinks; None for those not needed. ``more`` are the options that are tensors, then needs, their names, those that are
+    numbers, and a forced family."""
+    *tensors, needs, names, options, family = more
     _refuse_batches(dout, dlse)
     # Without a gradient of the result, zeros that take no memory.
     dout = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape) if dout is None else dout.resolve_neg()
+    given = dict(zip(names, tensors, strict=True))
     with use_family(family or forced_family()):
-        return api.backward(dout, q, k, v, out, lse, dlse=dlse, needs=needs, **options)
+        gradients = api.backward(dout, q, k, v, out, lse, dlse=dlse, needs=needs, **options, **given)
+    further = dict(zip((name for name in needs if name not in NAMES), gradients[3:], strict=True))
+    return *gradients[:3], further.get("bias"), further.get("sinks")
 
 
 def _refuse_batches(*gradients):
@@ -186,50 +249,74 @@ def _refuse_batches(*gradients):
 _CAUSAL = (False, True, "top_left")
 
 
-def _operator(q, k, v, scale, causal, window, deterministic):
+_TENSORS = ", ".join(f"Tensor? {name}=None" for name in OPTIONS)
+_NUMBERS = "float? scale, int causal, int? left, int? right, bool deterministic"
+_FURTHER = f"float? softcap=None, float dropout=0., Tensor? seed=None, {_TENSORS}"
+
+
+def _operator(q, k, v, **options):
     """Record the operator; options are checked here, shapes and the value of scale where it runs."""
-    options = _plain_options(scale, causal, window, deterministic)
-    return torch.ops.numbaflash.attention(q, k, v, *options)
+    return torch.ops.numbaflash.attention(q, k, v, *_plain_options(**options))
 
 
-def _plain_options(scale, causal, window, deterministic):
+def _plain_options(*, scale, causal, window, deterministic, softcap=None, dropout=0, seed=None, **tensors):
+    """Options in the order of the operators' schemas, without defaults at the end: old calls had none."""
     if isinstance(scale, (int, torch.SymInt)) and not isinstance(scale, bool):
         scale = torch.sym_float(scale)
     elif scale is not None and not isinstance(scale, (float, torch.SymFloat)):  # made of sizes, it may have no value yet
         scale = check_scale(scale, 1)
     causal = check_causal(causal)
     left, right = check_window(window)
-    return scale, 2 if causal == "top_left" else int(causal), left, right, deterministic
+    if not isinstance(seed, torch.Tensor):
+        seed = check_seed(seed, check_dropout(dropout))
+        seed = torch.tensor(seed - 2**64 if seed >= 2**63 else seed) if dropout else None
+    numbers = scale, 2 if causal == "top_left" else int(causal), left, right, deterministic
+    further = [check_softcap(softcap), float(check_dropout(dropout)) if dropout else 0, seed, *[tensors.get(name) for name in OPTIONS]]
+    while further and not isinstance(further[-1], torch.Tensor) and not further[-1]:
+        further.pop()
+    return *numbers, *further
 
 
-def recorded_forward(q, k, v, *, scale, causal, window, return_lse, out, lse, stream):
+def _options_of(scale, causal, left, right, deterministic, softcap=None, dropout=0.0, seed=None, *tensors):
+    """(options, options that are tensors) of an operator's arguments."""
+    options = {"scale": scale, "causal": _CAUSAL[causal], "window": (left, right), "softcap": softcap, "dropout": dropout}
+    if seed is not None:
+        options["seed"] = int(seed) % 2**64
+    return options, {name: x for name, x in zip(OPTIONS, tensors, strict=False) if x is not None}
+
+
+def recorded_forward(q, k, v, *, return_lse, out, lse, stream, **options):
     """`numbaflash.forward` where torch records."""
     given = {"out": out, "lse": lse, "stream": stream}
     if any(x is not None for x in given.values()):
         _refuse_to_record("forward", given)
         with _disable_current_modes():
-            return api.forward(q, k, v, scale=scale, causal=causal, window=window, return_lse=return_lse, **given)
-    for name, x in zip(NAMES, (q, k, v), strict=True):
-        TORCH.check(x, name)
-    out, lse = _operator(q, k, v, scale, causal, window, False)
+            return api.forward(q, k, v, **options, return_lse=return_lse, **given)
+    _check_tensors({"q": q, "k": k, "v": v}, options)
+    out, lse = _operator(q, k, v, **options, deterministic=False)
     return (out, lse) if return_lse else out
 
 
-def recorded_backward(dout, q, k, v, out, lse, *, scale, causal, window, dlse, deterministic, dq, dk, dv, needs, stream):
+def recorded_backward(dout, q, k, v, out, lse, *, dlse, deterministic, needs, stream, **options):
     """`numbaflash.backward` where torch records."""
-    given = {"dq": dq, "dk": dk, "dv": dv, "stream": stream}
+    given = {f"d{name}": options.pop(f"d{name}", None) for name in DIFFERENTIABLE} | {"stream": stream}
     if any(x is not None for x in given.values()):
         _refuse_to_record("backward", given)
-        options = {"scale": scale, "causal": causal, "window": window, "dlse": dlse, "deterministic": deterministic, "needs": needs}
+        given = {name: x for name, x in given.items() if x is not None}
         with _disable_current_modes():
-            return api.backward(dout, q, k, v, out, lse, **options, **given)
-    for name, x in {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}.items():
+            return api.backward(dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, needs=needs, **options, **given)
+    _check_tensors({"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}, options)
+    needed = [int(name in needs) for name in DIFFERENTIABLE]
+    told = _plain_options(**options, deterministic=deterministic)
+    gradients = iter(torch.ops.numbaflash.attention_backward(dout, dlse, q, k, v, out, lse, needed[: 5 if any(needed[3:]) else 3], *told))
+    found = [next(gradients) if each else None for each in needed]
+    return (*found[:3], *(x for x in found[3:] if x is not None))
+
+
+def _check_tensors(arrays, options):
+    for name, x in (arrays | {name: options.get(name) for name in OPTIONS}).items():
         if x is not None:
             TORCH.check(x, name)
-    needs = [int(name in needs) for name in NAMES]
-    options = _plain_options(scale, causal, window, deterministic)
-    gradients = iter(torch.ops.numbaflash.attention_backward(dout, dlse, q, k, v, out, lse, needs, *options))
-    return tuple(next(gradients) if needed else None for needed in needs)
 
 
 def _refuse_to_record(function, given):
@@ -249,17 +336,16 @@ def _unrecorded():
 
 
 @torch.library.custom_op(
-    "numbaflash::attention",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, float? scale, int causal, int? left, int? right, bool deterministic) -> (Tensor, Tensor)",
+    "numbaflash::attention", mutates_args=(), schema=f"(Tensor q, Tensor k, Tensor v, {_NUMBERS}, {_FURTHER}) -> (Tensor, Tensor)"
 )
-def _attention_operator(q, k, v, scale, causal, left, right, deterministic):
+def _attention_operator(q, k, v, *arguments):
+    options, tensors = _options_of(*arguments)
     with _unrecorded():
-        return api.forward(q, k, v, scale=scale, causal=_CAUSAL[causal], window=(left, right), return_lse=True)
+        return api.forward(q, k, v, **options, **tensors, return_lse=True)
 
 
 @_attention_operator.register_fake
-def _attention_shapes(q, k, v, scale, causal, left, right, deterministic):
+def _attention_shapes(q, k, v, *arguments):
     for name, x in zip(NAMES, (q, k, v), strict=True):
         if x.dim() != 4:
             raise ValueError(f"{name} must have 4 axes (batch, seqlen, heads, head_dim); got {x.dim()} axes, shape {tuple(x.shape)}")
@@ -274,34 +360,49 @@ def _attention_shapes(q, k, v, scale, causal, left, right, deterministic):
 @torch.library.custom_op(
     "numbaflash::attention_backward",
     mutates_args=(),
-    schema="(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, int[] needs, "
-    "float? scale, int causal, int? left, int? right, bool deterministic) -> Tensor[]",
+    schema=f"(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, int[] needs, {_NUMBERS}, {_FURTHER}) -> Tensor[]",
 )
-def _backward_operator(dout, dlse, q, k, v, out, lse, needs, scale, causal, left, right, deterministic):
-    options = {"scale": scale, "causal": _CAUSAL[causal], "window": (left, right), "deterministic": deterministic}
-    wanted = tuple(name for name, needed in zip(NAMES, needs, strict=True) if needed)
+def _backward_operator(dout, dlse, q, k, v, out, lse, needs, *arguments):
+    options, tensors = _options_of(*arguments)
+    options["deterministic"] = arguments[4]
     with _unrecorded():
-        return [x for x in _gradients(dout, dlse, q, k, v, out, lse, wanted, options) if x is not None]
+        return [
+            x for x in _gradients(dout, dlse, q, k, v, out, lse, *tensors.values(), _wanted(needs), tuple(tensors), options, None) if x is not None
+        ]
+
+
+def _wanted(needs):
+    return tuple(name for name, needed in zip(DIFFERENTIABLE, needs, strict=False) if needed)
 
 
 @_backward_operator.register_fake
-def _backward_shapes(dout, dlse, q, k, v, out, lse, needs, *options):
-    return [x.new_empty(x.shape) for x, needed in zip((q, k, v), needs, strict=True) if needed]
+def _backward_shapes(dout, dlse, q, k, v, out, lse, needs, *arguments):
+    inputs = {"q": q, "k": k, "v": v} | _options_of(*arguments[:7])[1] | dict(zip(OPTIONS, arguments[8:], strict=False))
+    return [inputs[name].new_empty(inputs[name].shape) for name in _wanted(needs)]
 
 
 def _save(ctx, inputs, output):
-    q, k, v, *ctx.options = inputs
-    ctx.save_for_backward(*(_saved(x) for x in (q, k, v)), *output)
+    q, k, v, *arguments = inputs
+    numbers, tensors = arguments[:7], arguments[7:]
+    ctx.numbers, ctx.present = numbers, [x is not None for x in tensors]
+    ctx.save_for_backward(*(_saved(x) for x in (q, k, v)), *output, *(_saved(x) for x in tensors if x is not None))
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, dout, dlse):
     _refuse_batches(dout, dlse)
-    needs = [int(needed) for needed in ctx.needs_input_grad[:3]]
-    gradients = iter(())
+    needed = {"q": 0, "k": 1, "v": 2} | {name: 11 + OPTIONS.index(name) for name in DIFFERENTIABLE[3:]}
+    inputs = [None] * len(ctx.needs_input_grad)
+    needs = [int(at < len(inputs) and ctx.needs_input_grad[at]) for at in needed.values()]
     if dout is not None or dlse is not None:
-        gradients = iter(torch.ops.numbaflash.attention_backward(dout, dlse, *ctx.saved_tensors, needs, *ctx.options))
-    return *(next(gradients, None) if needed else None for needed in needs), None, None, None, None, None
+        q, k, v, out, lse, *saved = ctx.saved_tensors
+        saved = iter(saved)
+        tensors = [next(saved) if present else None for present in ctx.present]
+        gradients = iter(torch.ops.numbaflash.attention_backward(dout, dlse, q, k, v, out, lse, needs, *ctx.numbers, *tensors))
+        for at, each in zip(needed.values(), needs, strict=True):
+            if each:
+                inputs[at] = next(gradients)
+    return tuple(inputs)
 
 
 def _refuse_second_derivatives(*unused):

@@ -1401,7 +1401,7 @@ def test_architecture_must_fit_the_device(fake, arch, fits):
     compiler.adopt(request, ptx)
     fake.sizes = [8]
     if fits:
-        toolchain.prepare(request, [Pointer("q")], grid=(1,), threads=16)(0, 0, 0, 0, 0, 0)
+        toolchain.prepare(request, [Pointer("q")], grid=(1,), threads=16)((0,) * 5, 0)
     else:
         with pytest.raises(ValueError, match=r"cannot run on device 0, Fake H200 \(compute capability 9.0\)"):
             toolchain.prepare(request, [Pointer("q")], grid=(1,), threads=16)
