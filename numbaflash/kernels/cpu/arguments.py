@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from .config import CpuConfig, round_up
 from .convert import COMPUTE
 from .scores import OPTION_INTEGERS, OPTION_NUMBERS, TILES, record_at, score_scale, set_option_arguments, tile_sizes

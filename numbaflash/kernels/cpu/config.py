@@ -109,7 +109,7 @@ def choose(problem: Problem, threads: int) -> CpuConfig:
         Threads that may be used.
     """
     rows = problem.seqlen_q * problem.group
-    kernel = with_options(choose_kernel(problem.dtype, rows, options_of(problem)), problem)
+    kernel = with_options(choose_kernel(problem.dtype, rows), problem)
     threads = useful_threads(problem, kernel, threads)
     heads = problem.batch * problem.kv_heads
     q_tile = choose_q_tile(problem, kernel, rows, heads, threads)
@@ -164,10 +164,10 @@ def with_options(kernel: Kernel, problem: Problem) -> Kernel:
     return replace(kernel, options=options_of(problem), bias_dtype=problem.bias_dtype)
 
 
-def choose_kernel(dtype: str, rows: int, options: tuple[str, ...] = ()) -> Kernel:
+def choose_kernel(dtype: str, rows: int) -> Kernel:
     """Kernel for a number of rows of a key/value head, its options not compiled in yet."""
     lanes = target.vector_bytes() * 8 // COMPUTE[dtype].bitwidth
-    if rows <= MOST_ROWS and not options:
+    if rows <= MOST_ROWS:
         return Kernel("rows", dtype, lanes, 8, 1)
     if rows <= lanes:
         return Kernel("panels", dtype, lanes, 1, 8)

@@ -4,7 +4,7 @@ With a query a lane (`forward`), most lanes would stay empty. Here keys and valu
 as memory gives them: as many keys as a vector has lanes are multiplied with a query, each into a vector of its own, and
 these are summed across lanes together; then a row of V is a few vectors that a probability is broadcast to.
 
-Everything is in units of log2(e): p = 2**(s - m). Rows are named as in `forward`.
+Everything is in units of log2(e), p = 2**(s - m), but for kernels whose options want natural units (`scores`). Rows are named as in `forward`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from types import SimpleNamespace
 import numpy as np
 from numba import types
 
-from . import scores as scores_of
+from . import scores as score_options
 from .arguments import arguments_at, band, part_of_keys, place_of, row_address
 from .config import Kernel
 from .convert import COMPUTE, ITEMSIZE, elements, packing
 from .driver import next_item
-from .exp2 import exp2
 from .microkernel import dot_products, tile_product
-from .scores import options_at
+from .scores import NOTHING, options_at
 from .vector import Simd, add_lanes, jit, max_lane, maximum, select, words
 
 
@@ -61,17 +60,25 @@ def build(kernel: Kernel):
     splat_index, lane_numbers = Simd(types.int32, lanes).splat, Simd(types.int32, lanes).lane_numbers
     load_number, store_number = words(compute)
     load_int32, store_int32 = words(types.int32)
+    load_int64, _ = words(types.int64)
     load_element, store_element = elements(dtype)
     _, store_elements = elements(dtype, lanes)
     pack = packing(dtype, lanes)
     dots_in_place, dots_packed = dot_products(dtype, lanes), dot_products(str(compute), lanes)
     zero, one, minus_inf = number(0), number(1), number(-np.inf)
-    ln2 = float(np.log(2))
-    entry_of = scores_of.build(kernel).entry_of
+    options = score_options.build(kernel)
+    entry_of, list_panel, look_at_mask, fetch, draw_row, change_row, weight, sink_of = (
+        getattr(options, name) for name in ("entry_of", "list_panel", "look_at_mask", "fetch", "draw_row", "change_row", "weight", "sink_of")
+    )
+    has_lists, has_mask, has_tiles, has_sinks, has_dropout = (
+        getattr(options, name) for name in ("has_lists", "has_mask", "has_tiles", "has_sinks", "has_dropout")
+    )
+    changes_scores, can_be_dead, lists_bytes = options.changes_scores, options.can_be_dead, options.lists_bytes
+    to_natural = 1 / score_options.score_unit(kernel)
 
     @jit
     def load_row(args, source, query):
-        """A query in units of log2(e), filled up with zeros."""
+        """A query times the scale, filled up with zeros."""
         for d in range(args.head_dim):
             store_number(query + d * itemsize, load_element(source + d * args.q_dim) * number(args.score_scale))
         for d in range(args.head_dim, args.key_columns):
@@ -100,10 +107,10 @@ def build(kernel: Kernel):
         m_old = load_number(m)
         m_new = max(m_old, block_top)
         top = splat(zero if m_new == minus_inf else m_new)
-        shrink = exp2(splat(m_old) - top)
+        shrink = weight(splat(m_old) - top)
         block_sum = splat(zero)
         for key in range(begin // lanes * lanes, end, lanes):
-            probability = exp2(load(scores + key * itemsize) - top)
+            probability = weight(load(scores + key * itemsize) - top)
             store(scores + key * itemsize, probability)
             block_sum = block_sum + probability
         for w in range(vectors):
@@ -121,6 +128,43 @@ def build(kernel: Kernel):
             weigh_in_place(values, row_stride, n_vectors, scores, output, alpha, end - begin)
         else:
             weigh_packed(values, row_stride, n_vectors, scores, output, alpha, end - begin)
+
+    @jit
+    def weigh_seen_values(values, row_stride, in_place, n_vectors, scores, output, alpha, begin, end, mask_tile):
+        """`weigh_values` of those keys that the mask has, run by run: what nobody sees is not touched."""
+        key = begin
+        while key < end:
+            while key < end and load_number(mask_tile + key * itemsize) == zero:
+                key += 1
+            first = key
+            while key < end and load_number(mask_tile + key * itemsize) != zero:
+                key += 1
+            if first < key:
+                weigh_values(values, row_stride, in_place, n_vectors, scores, output, alpha, first, key)
+                for w in range(vectors):
+                    store(alpha + w * vector_bytes, splat(one))
+
+    @jit
+    def drop_weights(scores, begin, end, keep):
+        """Weights that dropout does not keep become 0, the others larger; l has taken them in before."""
+        for i in range(begin // lanes * vector_bytes, end * itemsize, vector_bytes):
+            store(scores + i, load(scores + i) * load(keep + i))
+
+    @jit
+    def look_at_block(args, work, n_rows, block, n_keys):
+        """Whether the mask of any row has a key of the block."""
+        some = False
+        for r in range(n_rows):
+            begin, end = seen_of_block(args, work, r, block, n_keys)
+            if begin < end:
+                some |= look_at_mask(args, work + args.at_lists + r * lists_bytes, block, begin, end) != NOTHING
+        return some
+
+    @jit
+    def seen_of_block(args, work, r, block, n_keys):
+        """Keys of a block that lie in the band of a row."""
+        first, last = load_int32(work + args.at_first + r * 4), load_int32(work + args.at_last + r * 4)
+        return max(0, first - block), min(n_keys, last - block)
 
     @jit
     def attend(args, at, q, k, v, item, work):
@@ -141,14 +185,24 @@ def build(kernel: Kernel):
                 tile_first, tile_last = min(tile_first, lo), max(tile_last, hi)
             store_number(work + args.at_m + r * itemsize, minus_inf)
             store_number(work + args.at_l + r * itemsize, zero)
+            if has_lists:
+                list_panel(args, at, entry, batch, kv_head, first_row + r, work + args.at_lists + r * lists_bytes)
+            if has_sinks and split == 0 and (first_row + r) // args.group < entry[0]:
+                sink = sink_of(args, at, kv_head * args.group + (first_row + r) % args.group)
+                if sink != minus_inf:  # as a key without a value
+                    store_number(work + args.at_m + r * itemsize, sink)
+                    store_number(work + args.at_l + r * itemsize, one)
         for i in range(0, n_rows * output_bytes, vector_bytes):
             store(work + args.at_output + i, splat(zero))
         tile_first, tile_last = part_of_keys(args, tile_first, tile_last, split)
         scores, alpha, scratch = work + args.at_scores, work + args.at_alpha, work + args.at_sums
+        mask_tile, bias_tile = work + args.at_mask_tile, work + args.at_bias_tile
         keys_in_place = args.k_dim == stored_size and args.key_columns == args.head_dim
         values_in_place = args.v_dim == stored_size and args.value_columns == args.head_dim_v
         for block in range(tile_first, tile_last, args.kv_tile):
             n_keys = min(args.kv_tile, tile_last - block)
+            if has_mask and not look_at_block(args, work, n_rows, block, n_keys):
+                continue
             keys, key_stride = k + batch * args.k_batch + block * args.k_row + kv_head * args.k_head, args.k_row
             values, value_stride = v + batch * args.v_batch + block * args.v_row + kv_head * args.v_head, args.v_row
             if not keys_in_place:
@@ -158,13 +212,26 @@ def build(kernel: Kernel):
                 pack(values, args.v_row, args.v_dim, n_keys, args.head_dim_v, work + args.at_values, n_keys, args.value_columns)
                 values, value_stride = work + args.at_values, output_bytes
             for r in range(n_rows):
-                begin = max(0, load_int32(work + args.at_first + r * 4) - block)
-                end = min(n_keys, load_int32(work + args.at_last + r * 4) - block)
+                begin, end = seen_of_block(args, work, r, block, n_keys)
+                lists = work + args.at_lists + r * lists_bytes
+                if has_mask and begin < end and load_int64(lists) == NOTHING:
+                    continue
                 if begin < end:
                     query, output = work + args.at_queries + r * query_bytes, work + args.at_output + r * output_bytes
                     m, l = work + args.at_m + r * itemsize, work + args.at_l + r * itemsize
                     top = compute_scores(keys, key_stride, keys_in_place, args.key_columns // lanes, n_keys, query, scratch, scores, begin, end)
+                    if has_tiles:
+                        fetch(args, lists, block, begin, end, mask_tile, bias_tile)
+                    if changes_scores or has_mask:
+                        top = change_row(args, lists, scores, block, begin, end, block + begin, block + end, mask_tile, bias_tile)
                     update_softmax(scores, begin, end, top, m, l, alpha)
+                    if has_dropout:
+                        draw_row(args, at, lists, batch, block, begin, end, work + args.at_keep_tile)
+                        drop_weights(scores, begin, end, work + args.at_keep_tile)
+                    if has_mask:
+                        n_vectors = args.value_columns // lanes
+                        weigh_seen_values(values, value_stride, values_in_place, n_vectors, scores, output, alpha, begin, end, mask_tile)
+                        continue
                     weigh_values(values, value_stride, values_in_place, args.value_columns // lanes, scores, output, alpha, begin, end)
 
     @jit
@@ -173,13 +240,16 @@ def build(kernel: Kernel):
 
     @jit
     def finish(args, out, lse, item, output, m, l):
-        """out = O / l and lse = m + log2(l), in natural units."""
+        """out = O / l and lse = m + log(l), in natural units."""
         batch, kv_head, first_row, _ = place_of(args, item)
         head = kv_head * args.group
         for r in range(rows_of(args, first_row)):
             total = load_number(l + r * itemsize)
             factor = one if total == zero else one / total
             source = output + r * args.value_columns * itemsize
+            if can_be_dead and total == zero:  # where every score is -inf, O may be NaN
+                for d in range(0, args.value_columns, lanes):
+                    store(source + d * itemsize, splat(zero))
             target = row_address(args, out + batch * args.out_batch + head * args.out_head, args.out_row, args.out_head, first_row + r)
             d = 0
             if args.out_dim == stored_size:
@@ -190,7 +260,7 @@ def build(kernel: Kernel):
                 store_element(target + d * args.out_dim, load_number(source + d * itemsize) * factor)
                 d += 1
             if lse != 0:
-                value = -np.inf if total == zero else np.float64(load_number(m + r * itemsize)) * ln2 + np.log(np.float64(total))
+                value = -np.inf if total == zero else np.float64(load_number(m + r * itemsize)) * to_natural + np.log(np.float64(total))
                 place = row_address(args, lse + batch * args.lse_batch + head * args.lse_head, args.lse_row, args.lse_head, first_row + r)
                 store_number(place, number(value))
 
@@ -218,7 +288,7 @@ def build(kernel: Kernel):
             l = zero
             for split in range(args.splits):
                 part = split * args.partial
-                factor = exp2(splat(load_number(at_m + part) - top))
+                factor = weight(splat(load_number(at_m + part) - top))
                 store(factors, factor)
                 l += load_number(at_m + row_bytes + part) * load_number(factors)
                 for i in range(0, args.value_columns * itemsize, vector_bytes):

@@ -1,8 +1,8 @@
 """The options of a problem in the kernels: the one place where a score is changed, and the one where it is decided who sees whom.
 
 `build` makes, for the options of a kernel, the steps that the forward pass, its form for few queries and the gradients share. An option that
-a kernel has not is not compiled. What lies in memory as [row][key] (mask, bias) is first transposed into a tile as the scores are, [key][row],
-of one panel of rows; so are the factors of dropout.
+a kernel has not is not compiled. What lies in memory as [row][key] (mask, bias) is first brought into a tile that is laid out as the scores are,
+[key][row] of one panel of rows; so are the factors of dropout.
 
 Where numbers of any size are added to the scores (a bias, a sink), scores are in natural units instead of those of log2(e): the lowest number
 of float32 must stay one.
@@ -25,7 +25,7 @@ from .dropout import drawing
 from .exp2 import exp2
 from .tanh import tanh_of
 from .transpose import transposing
-from .vector import Simd, any_lane, jit, maximum, words
+from .vector import Simd, any_lane, jit, max_lane, maximum, select, words
 
 OPTION_ADDRESSES = np.dtype([(name, np.int64) for name in OPTION_OPERANDS])
 """Addresses of the options of a forward call, 0 for those that there are not; the seed is itself."""
@@ -184,7 +184,8 @@ def build(kernel: Kernel, with_slopes: bool = False):
     at_mask, at_bias, at_places, at_slopes, at_queries, at_heads = (
         places.get(name, 0) for name in ("mask", "bias", "places", "slopes", "queries", "heads")
     )
-    draw_rows, _ = drawing(compute, lanes) if has_dropout else (None, None)
+    draw_rows, draw_keys = drawing(compute, lanes) if has_dropout else (None, None)
+    lane_numbers = indices.lane_numbers
 
     # Lengths
 
@@ -262,8 +263,28 @@ def build(kernel: Kernel, with_slopes: bool = False):
 
         return fill
 
-    fill_mask = transposed("bool") if has_mask else None
-    fill_bias = transposed(kernel.bias_dtype) if has_bias else None
+    def straight(name):
+        """The same for a panel of one row, whose scores lie beside each other."""
+        load_elements, _ = elements(name, lanes, compute)
+        load_element, _ = elements(name, compute=compute)
+        size = ITEMSIZE[name]
+
+        @jit
+        def fill(rows, key_step, same, block, begin, end, tile):
+            start, key = load_int64(rows) + block * key_step, begin
+            if key_step == size:
+                while key + lanes <= end:
+                    store(tile + key * itemsize, load_elements(start + key * size))
+                    key += lanes
+            while key < end:
+                store_number(tile + key * itemsize, load_element(start + key * key_step))
+                key += 1
+
+        return fill
+
+    filling = straight if kernel.form == "rows" else transposed
+    fill_mask = filling("bool") if has_mask else None
+    fill_bias = filling(kernel.bias_dtype) if has_bias else None
 
     @jit
     def look_at_mask(args, lists, block, begin, end):
@@ -296,7 +317,7 @@ def build(kernel: Kernel, with_slopes: bool = False):
         if has_mask:
             same = args.mask_row == 0 and (args.mask_head == 0 or args.group == 1)
             if load_int64(lists) == EVERYTHING:
-                for i in range(begin * panel_bytes, end * panel_bytes, vector_bytes):
+                for i in range(begin * panel_bytes // vector_bytes * vector_bytes, end * panel_bytes, vector_bytes):
                     store(mask_tile + i, splat(one))
             else:
                 fill_mask(lists + at_mask, args.mask_key, same, block, begin, end, mask_tile)
@@ -315,6 +336,13 @@ def build(kernel: Kernel, with_slopes: bool = False):
                     place = keep_tile + (key - first) * panel_bytes + w * vector_bytes
                     draw_rows(rows + at_queries, rows + at_heads, key, batch, at.seed, args.keep_limit, number(args.keep_factor), place, panel_bytes)
         return keep_tile + (block - first) * panel_bytes
+
+    @jit
+    def draw_row(args, at, lists, batch, block, begin, end, keep_tile):
+        """The same for a panel of one row."""
+        query, head = np.int64(load_int32(lists + at_queries)), np.int64(load_int32(lists + at_heads))
+        for key in range(begin // lanes * lanes, end, lanes):
+            draw_keys(query, head, block + key, batch, at.seed, args.keep_limit, number(args.keep_factor), keep_tile + key * itemsize)
 
     # The step that changes a score
 
@@ -351,6 +379,26 @@ def build(kernel: Kernel, with_slopes: bool = False):
                 store(at_score, score)
                 if has_softcap and with_slopes:
                     store(slope_tile + in_tile, derivative)
+
+    @jit
+    def change_row(args, lists, scores, block, begin, end, first, last, mask_tile, bias_tile):
+        """`changed` and `visible` for a panel of one row, keys ``begin`` to ``end`` of the block in whole vectors; returns the largest score."""
+        softcap, top, bias = splat(number(args.softcap)), splat(minus_inf), splat(zero)
+        slope, distance, place = splat(zero), splat(zero), splat_index(np.int32(0))
+        if has_alibi:
+            place, slope = splat_index(load_int32(lists + at_places)), splat(load_number(lists + at_slopes))
+        for key in range(begin // lanes * lanes, end, lanes):
+            keys = splat_index(np.int32(block + key)) + lane_numbers()
+            if has_alibi:
+                distance = convert(place - keys)
+            if has_bias:
+                bias = load(bias_tile + key * itemsize)
+            score, _ = changed(load(scores + key * itemsize), softcap, slope, distance, bias)
+            seen = visible(splat_index(np.int32(first)), splat_index(np.int32(last)), keys, mask_tile + key * itemsize)
+            score = select(seen, score, splat(minus_inf))
+            store(scores + key * itemsize, score)
+            top = maximum(score, top)
+        return max_lane(top)
 
     # The step that decides who sees whom
 
@@ -402,8 +450,10 @@ def build(kernel: Kernel, with_slopes: bool = False):
         look_at_mask=look_at_mask,
         fetch=fetch,
         draw=draw,
+        draw_row=draw_row,
         changed=changed,
         change_scores=change_scores,
+        change_row=change_row,
         visible=visible,
         sees=sees,
         weight=weight,

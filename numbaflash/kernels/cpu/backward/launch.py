@@ -19,7 +19,6 @@ from . import config
 from .arguments import ADDRESSES, ARGUMENTS, arguments, workspace_sizes
 from .kernel import build
 
-
 seed_place = ADDRESSES.names.index("seed")
 
 
