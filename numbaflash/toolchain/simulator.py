@@ -11,7 +11,7 @@ import numpy as np
 
 from ..dispatch import OPERANDS
 from .compile import CompileError, KernelRequest
-from .launch import Array, Scalar
+from .launch import Array, Pointer, Scalar
 
 _ONE_AT_A_TIME = threading.Lock()  # the simulator keeps the running kernel in a global variable
 _DTYPES = {"float16": "uint16", "bfloat16": "uint16"}  # kernels see the bits
@@ -73,6 +73,8 @@ class SimulatedLaunch:
         for parameter in self._parameters:
             if isinstance(parameter, Scalar):
                 arguments.append(np.dtype(parameter.kind).type(parameter.value))
+            elif isinstance(parameter, Pointer):
+                arguments.append(np.uint64(addresses[parameter.operand] + parameter.offset))
             elif isinstance(parameter, Array):
                 array = view(addresses[parameter.operand] + parameter.offset, parameter.dtype, parameter.shape, parameter.strides)
                 arguments.append(FakeCUDAArray(array))  # an ndarray would be copied in and out

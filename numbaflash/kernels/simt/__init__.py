@@ -1,25 +1,21 @@
 """Exact attention on CUDA cores: every NVIDIA GPU from compute capability 7.0, every dtype, head dim and stride.
 
-float32 is computed as float32 (no TF32), float64 as float64. Set NUMBA_ENABLE_CUDASIM=1 before numba is imported to run
+float32 is computed as float32 (no TF32), float64 as float64. Every option is built into the kernels that have it (see `options`
+and `scores`). Set NUMBA_ENABLE_CUDASIM=1 before numba is imported to run
 the same kernels on CPU arrays in Numba's CUDA simulator.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
-
-import numpy as np
 
 from numbaflash import toolchain
 from numbaflash.dispatch import Device, Launch, Layout, Layouts, Plan, missing, operands
 from numbaflash.problem import ITEMSIZE, Problem
 from numbaflash.toolchain import simulator
 
-from .config import Config, choose_config
-
-FEATURES = frozenset()
-"""`Problem.features` that the kernel has."""
+from .config import choose_config
+from .options import FEATURES, as_bits, product_factor
 
 _BUILD = "numbaflash.kernels.simt.forward:build"
 _MOST_TILES = 2**31 - 1
@@ -70,33 +66,31 @@ def prepare(plan: Plan) -> Launch:
 def parameters(plan: Plan) -> list:
     """Kernel parameters of a plan, as `forward.build` lists them."""
     problem, config, layouts = plan.problem, plan.config, plan.layouts
-    bits = config.dtype if config.dtype == config.compute else "uint16"
+    bits = as_bits(config.dtype)
     arrays = [_array(name, bits, getattr(layouts, name)) for name in ("q", "k", "v", "out")]
     empty = Layout((0, 0, 0), (0, 0, 0))
     arrays.append(_array("lse", config.compute, layouts.lse or empty))
     q_blocks, heads = -(-problem.seqlen_q // config.q_tile), problem.batch * problem.heads
     return [
         *arrays,
-        toolchain.Scalar(config.compute, _factor(problem, config)),
-        toolchain.Scalar("int32", 0 if problem.left is None else problem.offset - problem.left),
-        toolchain.Scalar("int32", 0 if problem.right is None else problem.offset + problem.right),
+        toolchain.Scalar(config.compute, product_factor(problem, config.compute, config.options)),
+        *(toolchain.Scalar("int32", key) for key in band(problem)),
         toolchain.Scalar("int32", q_blocks),
         toolchain.Scalar("int32", heads),
         toolchain.Scalar("int32", problem.group),
         toolchain.Scalar("int32", _section(problem, heads)),
+        *config.options.arguments(problem, layouts, config.compute, config.unit),
     ]
+
+
+def band(problem: Problem) -> tuple[int, int]:
+    """First and last visible key of query 0, 0 for a bound that there is not; kernels add the offset where each batch entry has its own."""
+    offset = 0 if problem.offset_per_entry else problem.offset
+    return 0 if problem.left is None else offset - problem.left, 0 if problem.right is None else offset + problem.right
 
 
 def _array(name, dtype, layout):
     return toolchain.Array(name, dtype, layout.shape, layout.strides)
-
-
-def _factor(problem: Problem, config: Config) -> float:
-    """Factor of q, so that the kernel's exponential of a score is the weight: base 2 in float32, base e in float64."""
-    if config.compute == "float64":
-        return problem.scale
-    with np.errstate(over="ignore"):
-        return float(np.float32(problem.scale * math.log2(math.e)))
 
 
 def _section(problem: Problem, heads: int) -> int:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from numbaflash.dispatch import Device, Layout, Layouts
 from numbaflash.problem import ITEMSIZE, Problem
 
+from .options import Options, score_unit
+
 SHARED_LIMITS = {(7, 0): 96, (7, 2): 96, (7, 5): 64, (8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
 """Shared memory (KiB) that a block may ask for, by compute capability; 99 elsewhere (8.6, 8.9, 12.x)."""
 
@@ -44,6 +46,16 @@ class Elements:
     def compute(self) -> str:
         """dtype of everything in shared memory and registers."""
         return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def unit(self) -> float:
+        """What natural scores are multiplied by to be the kernel's."""
+        return score_unit(self.compute, self.options)
+
+    @property
+    def guarded(self) -> bool:
+        """Tiles hold what no query may see, and it may be NaN or infinity."""
+        return self.bounded_left or self.bounded_right or self.options.hides
 
     @property
     def vector(self) -> int:
@@ -85,6 +97,8 @@ class Config(Elements):
     bounded_left, bounded_right : bool
         Whether the band has that bound.
     write_lse : bool
+    options : Options
+        What there is beside q, k, v and the band.
     """
 
     dtype: str
@@ -102,6 +116,7 @@ class Config(Elements):
     bounded_left: bool
     bounded_right: bool
     write_lse: bool
+    options: Options = Options()
 
     @property
     def q_tile(self) -> int:
@@ -260,4 +275,5 @@ def config_of_tile(tile: Tile, problem: Problem, layouts: Layouts, device: Devic
         bounded_left=problem.left is not None,
         bounded_right=problem.right is not None,
         write_lse=layouts.lse is not None,
+        options=Options.of(problem),
     )

@@ -5,7 +5,7 @@
     q tile -> shared memory, scaled
     for each tile of keys that some query of the tile sees:
         s = q k^T            registers; v of this tile arrives meanwhile
-        mask                 tiles at the border of the band or the end of the keys
+        change, mask         options; tiles at the border of the band or the end of the keys
         m, l, o              online softmax; p -> shared memory
         o += p v             k of the next tile arrives meanwhile
     o / l -> out, m + log l -> lse
@@ -20,7 +20,7 @@ from numbaflash.kernels.schedule import tile_order
 from numbaflash.ptx import cp_async
 from numbaflash.toolchain import KernelSource
 
-from . import tiles
+from . import scores, tiles
 from .config import Config
 
 
@@ -28,7 +28,7 @@ def build(config: Config) -> KernelSource:
     """The kernel of a config.
 
     Its parameters: q, k, v, out, lse; the factor of the scores; first and last visible key of query 0; q tiles; heads over
-    the batch; query heads a key/value head; heads that run together. Sums of row numbers stay within int32 (`simt.supports`).
+    the batch; query heads a key/value head; heads that run together; those of the options. Sums of row numbers stay within int32 (`simt.supports`).
     """
     t = tiles.Types.of(config)
     copy_q = tiles.copy_scaled(config, config.q_tile, config.dim, config.q_mask)
@@ -40,6 +40,15 @@ def build(config: Config) -> KernelSource:
     add_pv, add_pv_seen = tiles.add_pv(config), tiles.add_pv_seen(config)
     reduce_sum, store_output, store_lse = tiles.reduce_sum(config), tiles.store_output(config), tiles.store_lse(config)
     commit, wait = cp_async.commit, cp_async.wait
+
+    options_of = config.options
+    with_options, changed, masked = bool(options_of), options_of.changes, options_of.mask
+    dropped, with_sinks, finished = options_of.dropout, options_of.sinks, options_of.dropout or options_of.bias is not None
+    with_lengths, padded_q, per_entry = options_of.lengths, options_of.seqlens_q is not None, options_of.per_entry
+    lengths, begin_softmax, finish = scores.lengths(config), scores.begin(config, config.rows), scores.finish(config, t.output)
+    everything, see, any_seen = scores.everything(config), scores.see(config, config), scores.any_seen(config)
+    change, hide, mark, drop = (make(config, config) for make in (scores.change, scores.hide, scores.mark, scores.drop))
+    add_pv_marked = tiles.add_pv_marked(config)
 
     real, vector = t.real, config.vector
     step, depth = config.step, config.depth
@@ -53,14 +62,18 @@ def build(config: Config) -> KernelSource:
     q_mask, k_mask, p_step, p_mask = config.q_mask, config.k_mask, config.p_step, config.p_mask
     asynchronous, write_lse = config.asynchronous, config.write_lse
     bounded_left, bounded_right = config.bounded_left, config.bounded_right
-    bounded = bounded_left or bounded_right
+    guarded = config.guarded
 
-    def forward(q, k, v, out, lse, scale, band_first, band_last, q_tiles, batch_heads, group, section):
+    def forward(q, k, v, out, lse, scale, band_first, band_last, q_tiles, batch_heads, group, section, *options):
         q_block, batch_head = tile_order(cuda.blockIdx.x, q_tiles, batch_heads, section)
         heads = int32(q.shape[2])
         batch, head = batch_head // heads, batch_head % heads
         kv_head = head // group
         seqlen_q, seqlen_k = int32(q.shape[1]), int32(k.shape[1])
+        if with_lengths:
+            seqlen_q, seqlen_k = lengths(seqlen_q, seqlen_k, batch, options)
+        if per_entry:
+            band_first, band_last = int32(band_first + seqlen_k - seqlen_q), int32(band_last + seqlen_k - seqlen_q)
 
         thread = int32(cuda.threadIdx.x)
         warp, lane = thread // warp_size, thread % warp_size
@@ -77,6 +90,8 @@ def build(config: Config) -> KernelSource:
             begin = int32(min(max(first_q + band_first, 0), seqlen_k))
         if bounded_right:
             end = int32(max(min(last_q + band_last + 1, seqlen_k), 0))
+        if padded_q and first_q >= seqlen_q:
+            end = int32(0)
         first_block, stop_block = int32(begin // kv_tile), int32((end + kv_tile - 1) // kv_tile)
 
         memory = cuda.shared.array(0, real)
@@ -84,6 +99,8 @@ def build(config: Config) -> KernelSource:
         q_key, k_key, p_key = (lane_m & q_mask) * vector, (lane_n & k_mask) * vector, (lane_m * p_step & p_mask) * vector
 
         m, l, o = lowest(), zero_row(), zero_output()
+        if with_sinks:
+            m, l = begin_softmax(query, seqlen_q, head, lane_n, options)
         if first_block < stop_block:
             copy_k(memory, k_base, k, batch, first_block * kv_tile, kv_head, thread // kv_width, thread % kv_width)
             if asynchronous:
@@ -95,6 +112,14 @@ def build(config: Config) -> KernelSource:
             if asynchronous:
                 wait()
             cuda.syncthreads()  # k is here; nobody reads v any more
+            if masked:
+                seen = see(query, first_k + lane_n, seqlen_q, seqlen_k, band_first, band_last, batch, head, options)
+                if not cuda.syncthreads_or(any_seen(seen)):
+                    if block + 1 < stop_block:
+                        copy_k(memory, k_base, k, batch, first_k + kv_tile, kv_head, thread // kv_width, thread % kv_width)
+                        if asynchronous:
+                            commit()
+                    continue
             copy_v(memory, v_base, v, batch, first_k, kv_head, thread // kv_width, thread % kv_width)
             if asynchronous:
                 commit()
@@ -111,10 +136,27 @@ def build(config: Config) -> KernelSource:
             if bounded_right:
                 border |= first_k + kv_tile - 1 > first_q + band_last
             first, last = int32(query + band_first - first_k), int32(query + band_last - first_k)
-            if border:
+            if with_options:
+                if padded_q:
+                    border |= first_q + q_tile > seqlen_q
+                if masked:
+                    border = True
+                else:
+                    seen = everything()
+                    if border:
+                        seen = see(query, first_k + lane_n, seqlen_q, seqlen_k, band_first, band_last, batch, head, options)
+                if changed:
+                    s = change(s, query, first_k + lane_n, seqlen_q, seqlen_k, batch, head, options)
+                if border:
+                    s = hide(s, seen)
+            elif border:
                 s = mask(s, first - lane_n, last - lane_n, seqlen_k - first_k - lane_n)
 
             p, m, l, o = online_softmax(s, m, l, o)
+            if dropped:
+                p = drop(p, query, first_k + lane_n, batch, head, options)
+            if with_options and border:
+                p = mark(p, seen)
             store_p(memory, p_row, lane_n, p_key, p)
 
             if asynchronous:
@@ -126,7 +168,7 @@ def build(config: Config) -> KernelSource:
                     commit()
 
             plain = int32(1)
-            if bounded and border:
+            if guarded and border:
                 for unit in range(thread, kv_tile * dim_v // vector, threads):
                     plain &= is_finite(memory, v_base + unit * vector)
                 plain = cuda.syncthreads_and(plain)
@@ -135,15 +177,22 @@ def build(config: Config) -> KernelSource:
                 while c < kv_tile:
                     o = add_pv(o, memory, p_row, v_row + c * dim_v, c ^ p_key)
                     c = int32(c + step)
+            elif with_options:
+                while c < kv_tile:
+                    o = add_pv_marked(o, memory, p_row, v_row + c * dim_v, c ^ p_key)
+                    c = int32(c + vector)
             else:
                 while c < kv_tile:
                     o = add_pv_seen(o, memory, p_row, v_row + c * dim_v, c ^ p_key, first - c, last - c)
                     c = int32(c + vector)
 
         l = reduce_sum(l)
+        if finished:
+            o = finish(o, l, options)
         store_output(out, batch, query, head, lane_n * vector, o, l)
         if write_lse:
             store_lse(lse, batch, head, query, lane_n == 0, m, l)
 
-    signature = numba.types.void(t.operand, t.operand, t.operand, t.operand, t.lse, t.real, *(numba.types.int32,) * 6)
+    operands = t.operand, t.operand, t.operand, t.operand, t.lse
+    signature = numba.types.void(*operands, t.real, *(numba.types.int32,) * 6, scores.option_types(config))
     return KernelSource(forward, signature, threads=threads, min_blocks=config.min_blocks)

@@ -19,6 +19,7 @@ from numba.cuda import types
 from numbaflash.ptx.straight import straight_line
 
 from .config import UNITS, Config, Elements
+from .scores import exponential
 
 I32, VOID = types.int32, types.void
 
@@ -188,7 +189,7 @@ def add_pv(config: Config):
     t = Types.of(config)
 
     def body(ops, o, memory, p_row, v_index, p_unit):
-        return add_weighted(ops, config, config, UNITS, o, memory, p_row, p_unit, _plain_v(ops, config, memory, v_index), lambda i, key: None)
+        return add_weighted(ops, config, config, UNITS, o, memory, p_row, p_unit, _plain_v(ops, config, memory, v_index), always)
 
     return straight_line(t.output, (t.output, t.memory, I32, I32, I32), body)
 
@@ -203,9 +204,28 @@ def add_pv_seen(config: Config):
 
     def body(ops, o, memory, p_row, v_index, p_unit, first, last):
         seen = functools.partial(in_band, config, first, last)
-        return add_weighted(ops, config, config, 1, o, memory, p_row, p_unit, _plain_v(ops, config, memory, v_index), seen)
+        return add_weighted(ops, config, config, 1, o, memory, p_row, p_unit, _plain_v(ops, config, memory, v_index), lambda i, key, p: seen(i, key))
 
     return straight_line(t.output, (t.output, t.memory, I32, I32, I32, I32, I32), body)
+
+
+def add_pv_marked(config: Config):
+    """As `add_pv`, one unit of keys, without the pairs that `scores.mark` has marked, whatever v holds."""
+    t = Types.of(config)
+
+    def body(ops, o, memory, p_row, v_index, p_unit):
+        return add_weighted(ops, config, config, 1, o, memory, p_row, p_unit, _plain_v(ops, config, memory, v_index), unmarked(ops))
+
+    return straight_line(t.output, (t.output, t.memory, I32, I32, I32), body)
+
+
+def always(i, key, p):
+    """Visibility for `add_weighted`: every pair."""
+
+
+def unmarked(ops):
+    """The same: pairs that are not marked."""
+    return lambda i, key, p: ops.truth(ops.is_negative_zero(p)) == 0
 
 
 def in_band(config, first, last, i, key):
@@ -230,7 +250,7 @@ def add_weighted(ops, config, share, key_units, o, memory, p_row, p_unit, values
     """Straight-line p v over ``key_units`` 16-byte units of keys.
 
     The thread has ``share.rows`` rows of p, and of the output what ``len(o)`` says; ``values(key, j)`` loads its j-th unit of a
-    row of v, ``visible(i, key)`` says whether row i takes it in (None: always).
+    row of v, ``visible(i, key, p)`` says whether row i, whose weight is p, takes it in (None: always).
     """
     rows, vector = share.rows, config.vector
     units = len(o) // (rows * vector)
@@ -238,7 +258,7 @@ def add_weighted(ops, config, share, key_units, o, memory, p_row, p_unit, values
         p = [ops.load(memory, p_row + (p_unit ^ unit * vector), i * config.lanes_m * config.kv_tile, vector) for i in range(rows)]
         for x in range(vector):
             key = unit * vector + x
-            seen = [visible(i, key) for i in range(rows)]
+            seen = [visible(i, key, p[i][x]) for i in range(rows)]
             for j in range(units):
                 v = values(key, j)
                 for y in range(vector):
@@ -282,11 +302,6 @@ def mask(config: Config):
         return s
 
     return straight_line(t.scores, (t.scores, I32, I32, I32), body)
-
-
-def exponential(ops, config, x):
-    """exp of a score: base 2 in float32, whose scores are in units of log 2; base e in float64."""
-    return ops.exp2(x) if config.compute == "float32" else ops.exp(x)
 
 
 def reduce_row(ops, config, values, combine):
@@ -379,7 +394,7 @@ def reduce_sum(config: Config):
 def store_lse(config: Config):
     """``f(lse, batch, head, row, writes, m, l)``: log-sum-exp of the thread's queries, if ``writes`` is not 0."""
     t = Types.of(config)
-    unit = math.log(2.0) if config.compute == "float32" else 1.0
+    unit = 1.0 / config.unit
 
     def body(ops, lse, batch, head, row, writes, m, l):
         _, _, length = lse.shape

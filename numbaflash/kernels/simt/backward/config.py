@@ -8,6 +8,7 @@ from numbaflash.dispatch import BackwardLayouts, Device
 from numbaflash.problem import ITEMSIZE, Problem
 
 from ..config import UNITS, Elements, round_up, rows_in_vectors, shared_limit
+from ..options import Options
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,11 @@ class Config(Elements):
         Which gradients are computed.
     ordered : bool
         Blocks add to dq in the order of their keys.
+    with_dbias, with_dsinks : bool
+    dbias_axes : tuple of bool
+        Whether the gradient of the bias has an axis of queries, and one of keys, along which it is not summed.
+    options : Options
+        What there is beside q, k, v and the band.
     """
 
     dtype: str
@@ -99,11 +105,23 @@ class Config(Elements):
     with_dk: bool
     with_dv: bool
     ordered: bool
+    with_dbias: bool = False
+    with_dsinks: bool = False
+    dbias_axes: tuple[bool, bool] = (True, True)
+    options: Options = Options()
 
     @property
     def with_ds(self) -> bool:
-        """Whether the gradient of the scores is needed."""
+        """Whether the gradient of the scores is needed for the products."""
         return self.with_dq or self.with_dk
+
+    @property
+    def with_delta(self) -> bool:
+        return self.with_ds or self.with_dbias or self.with_dsinks
+
+    @property
+    def with_products(self) -> bool:
+        return self.with_ds or self.with_dv
 
     @property
     def scores(self) -> Share:
@@ -153,8 +171,14 @@ class Config(Elements):
     @property
     def of_rows(self) -> Config:
         """What the kernels before and after the products depend on."""
-        plain = dict.fromkeys(("vectors", "asynchronous", "bounded_left", "bounded_right", "with_dk", "with_dv"), False)
-        return replace(self, depth=0, depth_v=0, min_blocks=1, **plain)
+        plain = dict.fromkeys(("vectors", "asynchronous", "bounded_left", "bounded_right", "with_dk", "with_dv", "with_dbias"), False)
+        return replace(self, depth=0, depth_v=0, min_blocks=1, dbias_axes=(True, True), options=self.options.of_rows, **plain)
+
+    @property
+    def of_bias(self) -> Config:
+        """What the kernel of the bias's gradient depends on."""
+        plain = dict.fromkeys(("result_vectors", "with_dlse", "with_dq", "with_dk", "with_dv", "with_dsinks", "ordered"), False)
+        return replace(self, min_blocks=1, **plain)
 
 
 def _shared_elements(tile, dim, dim_v):
@@ -261,4 +285,8 @@ def config_of_tile(tile: Tile, problem: Problem, layouts: BackwardLayouts, devic
         with_dk=layouts.dk is not None,
         with_dv=layouts.dv is not None,
         ordered=deterministic and layouts.dq is not None and problem.seqlen_k > tile.kv_tile,
+        with_dbias=layouts.dbias is not None,
+        with_dsinks=layouts.dsinks is not None,
+        dbias_axes=(True, True) if layouts.dbias is None else tuple(n > 1 for n in layouts.dbias.shape[2:]),
+        options=Options.of(problem),
     )

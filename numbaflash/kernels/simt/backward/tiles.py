@@ -8,7 +8,6 @@ Shared memory holds every tile swizzled (see `config.Config`); p and ds lie as q
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 
@@ -17,7 +16,8 @@ from numba.cuda import types
 from numbaflash.ptx.straight import straight_line
 
 from ..config import UNITS
-from ..tiles import ArrayTypes, add_weighted, between, exponential, in_band, reduce_row, to_compute
+from ..scores import exponential, seen_type
+from ..tiles import ArrayTypes, add_weighted, always, between, in_band, reduce_row, to_compute, unmarked
 from .config import Config, Share
 
 I32, VOID = types.int32, types.void
@@ -93,7 +93,7 @@ def load_lse(config: Config):
     +inf for a query that sees nothing, so that its weights are 0.
     """
     t = Types.of(config)
-    unit = math.log2(math.e) if config.compute == "float32" else 1.0
+    unit = config.unit
 
     def body(ops, lse, batch, head, row):
         _, _, length = lse.shape
@@ -106,6 +106,20 @@ def load_lse(config: Config):
         return values
 
     return straight_line(t.row, (t.lse, I32, I32, I32), body)
+
+
+def only_alive(config: Config):
+    """``f(seen, lse) -> seen`` without the pairs of queries that see nothing, or scores of -inf alone; lse as `load_lse` has it."""
+    share, kind = config.scores, seen_type(config.scores)
+
+    def body(ops, seen, lse):
+        alive = [ops.truth(x != math.inf) for x in lse]
+        for at in range(share.rows * share.columns):
+            bit = 1 << at % 32 if at % 32 < 31 else -(2**31)
+            seen[at // 32] = seen[at // 32] & (alive[at // share.columns] * bit | ~bit)
+        return seen
+
+    return straight_line(kind, (kind, Types.of(config).row), body)
 
 
 def load_delta(config: Config):
@@ -179,12 +193,16 @@ def hide(config: Config):
 # ---- products
 
 
-def add_dq(config: Config, banded: bool = False):
+PLAIN, BANDED, MARKED = range(3)
+"""What a product leaves out, where a tile holds NaN or infinity: nothing, pairs beyond the band, or those that `simt.scores.mark` has marked."""
+
+
+def add_dq(config: Config, guard: int = PLAIN):
     """``f(dq, memory, ds_row, k_row, column, ds_unit) -> dq``: `UNITS` 16-byte units of keys of ds k.
 
-    ``k_row`` is the index of the first key's row, ``column`` the thread's first column, swizzled for that key. With ``banded``
-    one unit, and ``first`` and ``last`` at the end: keys of the unit that the thread's first query sees, as `simt.tiles.mask`
-    counts them; what a query does not see takes no part, whatever k holds.
+    ``k_row`` is the index of the first key's row, ``column`` the thread's first column, swizzled for that key. With a guard
+    one unit; with that of the band ``first`` and ``last`` at the end: keys of the unit that the thread's first query sees, as
+    `simt.tiles.mask` counts them; what a query does not see takes no part, whatever k holds.
     """
     t, share, vector = Types.of(config), config.dq, config.vector
 
@@ -192,28 +210,28 @@ def add_dq(config: Config, banded: bool = False):
         def k(key, j):
             return ops.load(memory, k_row + (column ^ (key & config.k_mask) * vector), key * config.dim + j * config.lanes_n * vector, vector)
 
-        seen = functools.partial(in_band, config, *bounds) if banded else lambda i, key: None
-        return add_weighted(ops, config, share, 1 if banded else UNITS, dq, memory, ds_row, ds_unit, k, seen)
+        seen = {PLAIN: always, BANDED: lambda i, key, _: in_band(config, *bounds, i, key), MARKED: unmarked(ops)}[guard]
+        return add_weighted(ops, config, share, 1 if guard else UNITS, dq, memory, ds_row, ds_unit, k, seen)
 
-    return straight_line(t.dq, (t.dq, t.memory, *(I32,) * (6 if banded else 4)), body)
+    return straight_line(t.dq, (t.dq, t.memory, *(I32,) * (6 if guard == BANDED else 4)), body)
 
 
-def add_transposed(config: Config, share: Share, dim: int, banded: bool = False):
+def add_transposed(config: Config, share: Share, dim: int, guard: int = PLAIN):
     """``f(sums, memory, weights, key, rows, column) -> sums``: weights^T rows of some queries, p^T dout or ds^T q.
 
-    ``weights`` and ``rows`` are the indices of the first query's rows, ``key`` and ``column`` the thread's first. With
-    ``banded`` ``first`` and ``last`` at the end: queries that see the thread's first key, counted from the first query; a query
-    that does not see a key takes no part in it, whatever its row holds.
+    ``weights`` and ``rows`` are the indices of the first query's rows, ``key`` and ``column`` the thread's first. With a guard
+    fewer queries, and with that of the band ``first`` and ``last`` at the end: queries that see the thread's first key, counted
+    from the first query; a query that does not see a key takes no part in it, whatever its row holds.
     """
     t, vector, near = ArrayTypes.of(config), config.vector, chunk(config, share)
     units = share.columns // vector
-    queries = config.lanes_m if banded else config.step
+    queries = config.lanes_m if guard else config.step
     sums = types.UniTuple(t.real, share.rows * share.columns)
 
     def body(ops, o, memory, weights, key, rows, column, *bounds):
-        def visible(i, query):
-            if not banded:
-                return None
+        def visible(i, query, weight):
+            if guard != BANDED:
+                return unmarked(ops)(i, query, weight) if guard == MARKED else None
             first, last = bounds
             at = query - (i // near * share.lanes_m * near + i % near)
             return between(first if config.bounded_right else None, last if config.bounded_left else None, at)
@@ -223,7 +241,7 @@ def add_transposed(config: Config, share: Share, dim: int, banded: bool = False)
             w = []
             for i in range(0, share.rows, near):
                 w += ops.load(memory, weights + (key ^ swizzle), query * config.kv_tile + i * share.lanes_m, near)
-            seen = [visible(i, query) for i in range(share.rows)]
+            seen = [visible(i, query, w[i]) for i in range(share.rows)]
             for j in range(units):
                 x = ops.load(memory, rows + (column ^ swizzle), query * dim + j * share.lanes_n * vector, vector)
                 for y in range(vector):
@@ -232,7 +250,7 @@ def add_transposed(config: Config, share: Share, dim: int, banded: bool = False)
                         o[at] = ops.fma(w[i], x[y] if seen[i] is None else ops.select(seen[i], x[y], 0.0), o[at])
         return o
 
-    return straight_line(sums, (sums, t.memory, *(I32,) * (6 if banded else 4)), body)
+    return straight_line(sums, (sums, t.memory, *(I32,) * (6 if guard == BANDED else 4)), body)
 
 
 # ---- results

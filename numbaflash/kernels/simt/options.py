@@ -1,0 +1,140 @@
+"""Which options a problem has, and the kernel parameters that they bring; what they mean to a kernel is in `scores`."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from numbaflash import toolchain
+from numbaflash.dispatch import BackwardLayouts, Layouts
+from numbaflash.problem import ITEMSIZE, Problem
+
+FEATURES = frozenset({"softcap", "mask", "bias", "alibi_slopes", "sinks", "dropout", "seqlens_q", "seqlens_k"})
+"""What the kernels can do; of `numbaflash.problem.Problem.features`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is built into a kernel beyond q, k, v and a band. What is absent costs nothing.
+
+    Attributes
+    ----------
+    softcap, mask, alibi, sinks, dropout : bool
+    bias : str or None
+        Its dtype.
+    seqlens_q, seqlens_k : str or None
+        Their dtypes.
+    per_entry : bool
+        Each batch entry has an offset of its own, ``length_k - length_q``.
+    """
+
+    softcap: bool = False
+    mask: bool = False
+    bias: str | None = None
+    alibi: bool = False
+    sinks: bool = False
+    dropout: bool = False
+    seqlens_q: str | None = None
+    seqlens_k: str | None = None
+    per_entry: bool = False
+
+    @classmethod
+    def of(cls, problem: Problem) -> Options:
+        return cls(
+            softcap=problem.softcap is not None,
+            mask=problem.mask is not None,
+            bias=problem.bias_dtype,
+            alibi=problem.alibi is not None,
+            sinks=problem.sinks,
+            dropout=problem.dropout > 0,
+            seqlens_q=problem.seqlens_q,
+            seqlens_k=problem.seqlens_k,
+            per_entry=problem.offset_per_entry,
+        )
+
+    def __bool__(self) -> bool:
+        return self != Options()
+
+    @property
+    def lengths(self) -> bool:
+        return bool(self.seqlens_q or self.seqlens_k)
+
+    @property
+    def changes(self) -> bool:
+        """A score is more than a product."""
+        return self.softcap or self.alibi or self.bias is not None
+
+    @property
+    def hides(self) -> bool:
+        """Pairs may be hidden that the band holds."""
+        return self.mask or self.lengths
+
+    @property
+    def of_rows(self) -> Options:
+        """What remains where no scores are computed."""
+        return replace(self, softcap=False, mask=False, bias=None, alibi=False, dropout=False, per_entry=False)
+
+    def parameters(self, compute: str) -> tuple[tuple[str, str, int], ...]:
+        """(name, dtype, axes) of what the options add to the parameters of a kernel, in their order; scalars have no axes.
+
+        ``compute`` is the dtype of the kernel's scores; dtypes of 16 bits are bits here.
+        """
+        found = []
+        if self.softcap:
+            found += [("cap", compute, 0), ("inverse_cap", compute, 0)]
+        if self.mask:
+            found.append(("mask", "uint8", 4))
+        if self.bias:
+            found.append(("bias", as_bits(self.bias), 4))
+        if self.alibi:
+            found.append(("alibi_slopes", "float32", 2))
+            if not self.per_entry:
+                found.append(("offset", "int32", 0))
+        if self.sinks:
+            found.append(("sinks", compute, 1))
+        found += [(name, dtype, 1) for name, dtype in (("seqlens_q", self.seqlens_q), ("seqlens_k", self.seqlens_k)) if dtype]
+        if self.dropout:
+            found += [("seed", "uint64", 0), ("keep_limit", "int32", 0), ("keep_factor", compute, 0)]
+        return tuple(found)
+
+    def arguments(self, problem: Problem, layouts: Layouts | BackwardLayouts, compute: str, unit: float) -> list:
+        """The same as the toolchain takes them; ``unit`` is that of the scores, see `config.Elements.unit`."""
+        values = {"offset": problem.offset}
+        if self.softcap:
+            values |= {"cap": problem.softcap * unit, "inverse_cap": min(1.0 / problem.softcap, sys.float_info.max)}
+        if self.dropout:
+            from ..dropout import keep_limit
+
+            values |= {"keep_limit": keep_limit(problem.dropout), "keep_factor": 1.0 / (1.0 - problem.dropout)}
+        found = []
+        for name, dtype, axes in self.parameters(compute):
+            if name == "seed":
+                found.append(toolchain.Pointer("seed"))  # the number itself, in the place of an address
+            elif axes:
+                full = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)[:axes] if axes > 1 else problem.shape_of(name)
+                found.append(toolchain.Array(name, dtype, full, getattr(layouts, name).strides))  # 0 along broadcast axes
+            else:
+                found.append(toolchain.Scalar(dtype, values[name]))
+        return found
+
+
+def as_bits(dtype: str) -> str:
+    """How kernels see elements: those of 16 bits as bits."""
+    return "uint16" if ITEMSIZE[dtype] == 2 else dtype
+
+
+def score_unit(compute: str, options: Options) -> float:
+    """What natural scores are multiplied by. The exponential of float32 is one of base 2, but a bias as low as numbers go must stay one."""
+    return math.log2(math.e) if compute == "float32" and options.bias is None else 1.0
+
+
+def product_factor(problem: Problem, compute: str, options: Options) -> float:
+    """Factor of q k^T: the scale, in the unit of the scores unless there is a cap on them first."""
+    factor = problem.scale * (1.0 if options.softcap else score_unit(compute, options))
+    if compute == "float64":
+        return factor
+    with np.errstate(over="ignore"):
+        return float(np.float32(factor))
