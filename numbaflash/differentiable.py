@@ -11,7 +11,26 @@ from .problem import check_flag
 __all__ = ["attention"]
 
 
-def attention(q, k, v, *, scale=None, causal=False, window=None, return_lse=False, deterministic=False):
+def attention(
+    q,
+    k,
+    v,
+    *,
+    scale=None,
+    causal=False,
+    window=None,
+    softcap=None,
+    mask=None,
+    bias=None,
+    alibi_slopes=None,
+    sinks=None,
+    dropout=0,
+    seed=None,
+    seqlens_q=None,
+    seqlens_k=None,
+    return_lse=False,
+    deterministic=False,
+):
     """Exact attention that PyTorch and JAX differentiate.
 
     The backward computes the scores again from q, k and the log-sum-exp (Algorithm 4 of Dao et al., "FlashAttention", 2022): nothing of size
@@ -31,6 +50,12 @@ def attention(q, k, v, *, scale=None, causal=False, window=None, return_lse=Fals
         As in `forward`.
     window : (int or None, int or None), optional
         As in `forward`.
+    softcap, mask, alibi_slopes, dropout, seqlens_q, seqlens_k
+        As in `forward`.
+    bias, sinks : array, optional
+        As in `forward`, and differentiated like q, k and v.
+    seed : int, optional
+        Of the dropout mask. In PyTorch None draws one from torch's generator of the CPU; elsewhere it is needed with dropout.
     return_lse : bool, optional
         Also return the log-sum-exp of the scores, which is differentiable too.
     deterministic : bool, optional
@@ -62,6 +87,9 @@ def attention(q, k, v, *, scale=None, causal=False, window=None, return_lse=Fals
     (1, 32, 4, 16)
     """
     options = {"scale": scale, "causal": causal, "window": window, "return_lse": return_lse}
+    if not (softcap is mask is bias is alibi_slopes is sinks is seed is seqlens_q is seqlens_k is None and dropout == 0):
+        options |= {"softcap": softcap, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
+        options |= {"dropout": dropout, "seed": seed, "seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
     torch = sys.modules.get("torch")
     if torch is not None and torch.compiler.is_dynamo_compiling():  # nothing of the look-up below is for torch.compile to trace
         from .torch import attention

@@ -428,10 +428,11 @@ def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.
     value : Tensor, (..., heads, seqlen_k, head_dim_v)
         Leading axes broadcast against each other, heads too, and may be missing: (seqlen, head_dim) is one head. dtypes, devices, gradients and
         autocast as for `attention`.
-    attn_mask : None
-        Masks are not here yet: anything else is refused.
+    attn_mask : Tensor of bool or of a float dtype, broadcast to (..., heads, seqlen_q, seqlen_k), optional
+        True where a query may see a key, or what is added to the scores, which may require a gradient; not together with ``is_causal``. A query
+        that sees no key gets 0.
     dropout_p : float, optional
-        Dropout is not here yet: anything but 0 is refused.
+        Probability, below 1, that a weight is dropped; the seed comes from torch's generator of the CPU (``torch.manual_seed``).
     is_causal : bool, optional
         Query i sees key j where ``j <= i`` (top left), whatever the lengths: ``causal="top_left"`` of `attention`, not ``causal=True``.
     scale : float, optional
@@ -451,21 +452,14 @@ def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.
     ValueError
         For a wrong shape or value.
     UnsupportedError
-        For a mask or dropout, and as `attention`.
+        As `attention`.
 
     Notes
     -----
     Up to four axes, nothing is copied. Of more, the leading ones are joined, which copies where their strides do not allow it.
     """
-    if attn_mask is not None:
-        raise UnsupportedError(
-            "attn_mask must be None: masks are not here yet. Use is_causal=True, or numbaflash.torch.attention with causal= or window=, "
-            "or torch's own scaled_dot_product_attention"
-        )
-    if not 0.0 <= dropout_p <= 1.0:
-        raise ValueError(f"dropout_p must be from 0 to 1; got {dropout_p}")
-    if dropout_p != 0.0:
-        raise UnsupportedError(f"dropout_p must be 0: dropout is not here yet; got {dropout_p}. Use torch's own scaled_dot_product_attention")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be at least 0 and below 1; got {dropout_p}")
     is_causal, enable_gqa = check_flag("is_causal", is_causal), check_flag("enable_gqa", enable_gqa)
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, torch.Tensor):
@@ -476,13 +470,36 @@ def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.
     _check_same("head_dim (the last axis)", "key", key.shape[-1], "query", query.shape[-1])
     _check_same("seqlen_k (the last axis but one)", "value", value.shape[-2], "key", key.shape[-2])
 
+    if attn_mask is not None:
+        if is_causal:
+            raise ValueError("attn_mask must be None with is_causal=True, as in torch; got both. Make the causal mask part of attn_mask")
+        if not isinstance(attn_mask, torch.Tensor):
+            raise TypeError(f"attn_mask must be a torch tensor or None; got {type(attn_mask).__name__}")
+
     axes = max(query.dim(), key.dim(), value.dim())
     query, key, value = (x[(None,) * (max(axes, 4) - x.dim())] for x in (query, key, value))
     query, key, value = _join_heads(query, key, value, enable_gqa)
     lead = _broadcast("leading axes", *(x.shape[:-3] for x in (query, key, value)))
     q, k, v = (x.expand(*lead, *x.shape[-3:]).flatten(0, -4).transpose(1, 2) for x in (query, key, value))
-    out = attention(q, k, v, scale=scale, causal="top_left" if is_causal else False).transpose(1, 2)
+    options = {"dropout": dropout_p} if dropout_p else {}
+    if attn_mask is not None:
+        name = "mask" if attn_mask.dtype is torch.bool else "bias"
+        options[name] = _mask_of_batch(attn_mask, (*lead, query.shape[-3], query.shape[-2], key.shape[-2]))
+    out = attention(q, k, v, scale=scale, causal="top_left" if is_causal else False, **options).transpose(1, 2)
     return out.unflatten(0, lead) if axes > 4 else out[(0,) * (4 - axes)]
+
+
+def _mask_of_batch(mask, full):
+    """A mask of any number of leading axes as one of a batch; broadcast axes stay so where there is only one leading axis."""
+    try:
+        torch.broadcast_shapes(mask.shape, full)
+        if mask.dim() > len(full):
+            raise RuntimeError
+    except RuntimeError:
+        raise ValueError(f"attn_mask must broadcast to (..., heads, seqlen_q, seqlen_k) = {tuple(full)}; got shape {tuple(mask.shape)}") from None
+    if len(full) > 4 and mask.dim() > 3:
+        mask = mask.expand(*full[:-3], *mask.shape[-3:]).flatten(0, -4)
+    return mask
 
 
 def _check_same(axis, name, got, other, want):
@@ -528,7 +545,7 @@ def replace_sdpa():
     """Within the context, ``torch.nn.functional.scaled_dot_product_attention`` is `scaled_dot_product_attention` of this module.
 
     Models that call torch's function by its full name (``F.scaled_dot_product_attention``, ``torch.nn.MultiheadAttention`` in training)
-    then run these kernels, without a change. A call that these kernels do not serve (a mask, dropout) raises; nothing goes back to torch's.
+    then run these kernels, without a change. A call that these kernels do not serve raises; nothing goes back to torch's.
 
     Contexts nest, and the last to be left restores torch's function, after an exception too. Usable as a decorator.
 
