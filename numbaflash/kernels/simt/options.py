@@ -10,7 +10,7 @@ import numpy as np
 
 from numbaflash import toolchain
 from numbaflash.dispatch import BackwardLayouts, Layouts
-from numbaflash.problem import ITEMSIZE, Problem
+from numbaflash.problem import Problem
 
 FEATURES = frozenset({"softcap", "mask", "bias", "alibi_slopes", "sinks", "dropout", "seqlens_q", "seqlens_k"})
 """What the kernels can do; of `numbaflash.problem.Problem.features`."""
@@ -123,7 +123,7 @@ class Options:
 
 def as_bits(dtype: str) -> str:
     """How kernels see elements: those of 16 bits as bits."""
-    return "uint16" if ITEMSIZE[dtype] == 2 else dtype
+    return "uint16" if dtype in ("float16", "bfloat16") else dtype
 
 
 def score_unit(compute: str, options: Options) -> float:

@@ -21,18 +21,20 @@ from numbaflash.ptx.straight import straight_line
 
 from ..dropout import block
 from .config import Elements
+from .options import as_bits
 
 I32, VOID = types.int32, types.void
 
 
 def option_types(config: Elements) -> types.Tuple:
     """Numba type of the options' parameters."""
-    return types.Tuple([_numba_type(dtype, axes) for _, dtype, axes in config.options.parameters(config.compute)])
+    listed = config.options.parameters(config.compute)
+    return types.Tuple([array_type(dtype, axes) if axes else getattr(types, dtype) for _, dtype, axes in listed])
 
 
-def _numba_type(dtype, axes):
-    element = getattr(types, dtype)
-    return types.Array(element, axes, "A") if axes else element
+def array_type(dtype: str, axes: int) -> types.Array:
+    """Numba type of an array of any strides; elements of 16 bits are bits."""
+    return types.Array(getattr(types, as_bits(dtype)), axes, "A")
 
 
 def _named(config, options):
@@ -74,12 +76,13 @@ def seen_type(share) -> types.UniTuple:
     return types.UniTuple(I32, -(-share.rows * share.columns // 32))
 
 
-def _bit(at):
+def bit(at: int) -> int:
+    """The bit of a pair in its register."""
     return 1 << at % 32 if at % 32 < 31 else -(2**31)
 
 
 def _is_seen(seen, at):
-    return (seen[at // 32] & _bit(at)) != 0
+    return (seen[at // 32] & bit(at)) != 0
 
 
 def everything(share):
@@ -98,6 +101,8 @@ def see(config: Elements, share):
 
     def body(ops, query, key, length_q, length_k, band_first, band_last, batch, head, options):
         named, words = _named(config, options), [ops.integer(0)] * len(kind)
+        if config.options.mask:
+            batch, head, query = (ops.opaque(x) for x in (batch, head, query))
         queries, keys = length_q - query, length_k - key
         first, last = query + band_first - key, query + band_last - key
         row = ops.place(named["mask"], (batch, head, query, key)) if config.options.mask else None
@@ -327,12 +332,12 @@ def finish(config: Elements, output: types.UniTuple):
 
 
 def of_sink(config: Elements):
-    """``f(delta, lse, row, length_q, head, options) -> real``: what a query gives to the gradient of its head's sink, but for the sign."""
+    """``f(delta, lse, head, options) -> real``: what a query gives to the gradient of its head's sink, but for the sign."""
     real = getattr(types, config.compute)
 
-    def body(ops, delta, lse, row, length_q, head, options):
+    def body(ops, delta, lse, head, options):
         difference = _sink(ops, _named(config, options), head) - lse
         weight = ops.exp(difference) if config.compute == "float64" else ops.exp2(difference * math.log2(math.e))
-        return ops.select((row < length_q) & (lse != -math.inf), weight * delta, 0.0)
+        return ops.select(lse != -math.inf, weight * delta, 0.0)
 
-    return straight_line(real, (real, real, I32, I32, I32, option_types(config)), body)
+    return straight_line(real, (real, real, I32, option_types(config)), body)

@@ -1,7 +1,7 @@
 """Gradients of exact attention on CUDA cores: for every problem whose forward the simt family computes.
 
-Three launches: delta and an empty workspace; the products; dq out of the workspace. What nobody needs is neither launched nor
-compiled in. Also runs in Numba's CUDA simulator.
+Three launches: delta and an empty workspace; the products; dq out of the workspace; and one more for the gradient of a bias, or of
+sinks. What nobody needs is neither launched nor compiled in. Also runs in Numba's CUDA simulator.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from numbaflash.kernels import simt
 from numbaflash.problem import ITEMSIZE, Problem
 from numbaflash.toolchain import simulator
 
+from ..options import FEATURES, as_bits, product_factor
 from .config import Config, choose_config
-
-FEATURES = frozenset()
-"""`Problem.features` that the kernels have."""
 
 _BUILD = "numbaflash.kernels.simt.backward."
 _MOST_TILES = 2**31 - 1
@@ -37,6 +35,8 @@ def supports(problem: Problem, device: Device) -> tuple[str, ...]:
         reasons.append(f"batch * heads * seqlen_q / 4 must be at most {_MOST_TILES}")
     if problem.batch * problem.kv_heads * -(-problem.seqlen_k // 8) > _MOST_TILES:
         reasons.append(f"batch * kv_heads * seqlen_k / 8 must be at most {_MOST_TILES}")
+    if problem.bias and math.prod(problem.bias[:2]) * -(-problem.bias[2] // 4) * -(-problem.bias[3] // 8) > _MOST_TILES:
+        reasons.append(f"a bias must have at most {_MOST_TILES} * 32 elements")
     return tuple(reasons)
 
 
@@ -72,7 +72,7 @@ class _Workspace:
         self.q_tiles = -(-problem.seqlen_q // config.q_tile)
         self.tiles = heads * self.q_tiles
         self.size = 0
-        self.delta = self._array(config.compute, (heads, problem.seqlen_q), config.with_ds)
+        self.delta = self._array(config.compute, (heads, problem.seqlen_q), config.with_delta)
         self.sums = self._array(config.compute, (self.tiles, config.sums * config.threads), config.with_dq)
         self.turns = self._array("int32", (1 + self.tiles,), config.ordered)
 
@@ -93,12 +93,10 @@ def launches(plan: Plan) -> list[tuple[toolchain.KernelRequest, list, int, int]]
     """Kernels of a plan in their order, each with its parameters, number of blocks and bytes of shared memory."""
     problem, config, layouts = plan.problem, plan.config, plan.layouts
     workspace = _Workspace(problem, config)
-    bits = config.dtype if config.dtype == config.compute else "uint16"
 
     def array(name):
-        layout = getattr(layouts, name)
-        rank, dtype = (3, config.compute) if name in ("lse", "dlse") else (4, bits)
-        return toolchain.Array(name, dtype, (layout or _NOTHING[rank]).shape, (layout or _NOTHING[rank]).strides)
+        layout = getattr(layouts, name) or _NOTHING[3 if name == "dlse" else 4]
+        return toolchain.Array(name, as_bits(problem.dtype_of(name)), layout.shape, layout.strides)
 
     def kernel(build, config):
         return toolchain.KernelRequest(_BUILD + build, config, plan.device.capability)
@@ -109,41 +107,45 @@ def launches(plan: Plan) -> list[tuple[toolchain.KernelRequest, list, int, int]]
     def int32(value):
         return toolchain.Scalar("int32", value)
 
-    factor, unit = _factors(problem, config)
-    kernels = []
-    if config.with_ds:
+    factor, kernels = real(product_factor(problem, config.compute, config.options)), []
+    first_and_last = [int32(key) for key in simt.band(problem)]
+    kv_tiles = -(-problem.seqlen_k // config.kv_tile)
+    options = config.options.arguments(problem, layouts, config.compute, config.unit)
+    if config.with_delta:
         parameters = [*map(array, ("dout", "out", "lse", "dlse")), workspace.delta, workspace.sums, workspace.turns, int32(workspace.q_tiles)]
         kernels.append((kernel("rows:build_delta", config.of_rows), parameters, workspace.tiles, 0))
-    if plan.grid[0]:
+    if plan.grid[0] and config.with_products:
         columns = problem.batch * problem.kv_heads
         parameters = [
             *map(array, ("dout", "q", "k", "v", "lse", "dk", "dv")),
             workspace.delta,
             workspace.sums,
             workspace.turns,
-            real(factor),
+            factor,
             real(problem.scale),
-            int32(0 if problem.left is None else problem.offset - problem.left),
-            int32(0 if problem.right is None else problem.offset + problem.right),
+            *first_and_last,
             int32(workspace.q_tiles),
-            int32(plan.grid[0] // columns),
+            int32(kv_tiles),
             int32(columns),
             int32(problem.group),
             int32(_section(problem, config)),
+            *options,
         ]
         kernels.append((kernel("gradients:build", config), parameters, plan.grid[0], plan.shared_bytes))
     if config.with_dq:
-        parameters = [array("dq"), workspace.sums, real(unit), int32(workspace.q_tiles)]
+        scale = 1.0 if config.options.softcap else 1.0 / config.unit  # what ds k, k times the factor of the scores, needs to be dq
+        parameters = [array("dq"), workspace.sums, real(scale), int32(workspace.q_tiles)]
         kernels.append((kernel("rows:build_dq", config.of_rows), parameters, workspace.tiles, 0))
+    if config.with_dsinks:
+        of_rows = config.of_sinks.options.arguments(problem, layouts, config.compute, config.unit)
+        kernels.append((kernel("rows:build_dsinks", config.of_sinks), [array("dsinks"), array("lse"), workspace.delta, *of_rows], problem.heads, 0))
+    if config.with_dbias and 0 not in problem.bias:
+        counts = [int32(workspace.q_tiles), int32(kv_tiles), int32(problem.group)]
+        parameters = [*map(array, ("dout", "q", "k", "v", "lse", "dbias")), workspace.delta, factor, *first_and_last, *counts, *options]
+        along = (workspace.q_tiles, kv_tiles)
+        blocks = math.prod(problem.bias[:2]) * math.prod(n for n, wanted in zip(along, config.dbias_axes, strict=True) if wanted)
+        kernels.append((kernel("bias:build", config.of_bias), parameters, blocks, plan.shared_bytes))
     return kernels
-
-
-def _factors(problem: Problem, config: Config) -> tuple[float, float]:
-    """Factor of k, so that the kernel's exponential of a score is the weight, and what makes ds k of it dq."""
-    if config.compute == "float64":
-        return problem.scale, 1.0
-    with np.errstate(over="ignore"):
-        return float(np.float32(problem.scale * math.log2(math.e))), math.log(2.0)
 
 
 def _section(problem: Problem, config: Config) -> int:

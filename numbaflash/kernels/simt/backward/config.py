@@ -171,8 +171,13 @@ class Config(Elements):
     @property
     def of_rows(self) -> Config:
         """What the kernels before and after the products depend on."""
-        plain = dict.fromkeys(("vectors", "asynchronous", "bounded_left", "bounded_right", "with_dk", "with_dv", "with_dbias"), False)
-        return replace(self, depth=0, depth_v=0, min_blocks=1, dbias_axes=(True, True), options=self.options.of_rows, **plain)
+        names = ("vectors", "asynchronous", "bounded_left", "bounded_right", "with_dk", "with_dv", "with_dbias", "with_dsinks")
+        return replace(self, depth=0, depth_v=0, min_blocks=1, dbias_axes=(True, True), options=Options(), **dict.fromkeys(names, False))
+
+    @property
+    def of_sinks(self) -> Config:
+        """What the kernel of the sinks' gradients depends on."""
+        return replace(self.of_rows, result_vectors=False, with_dlse=False, with_dq=False, ordered=False, options=self.options.of_rows)
 
     @property
     def of_bias(self) -> Config:

@@ -5,7 +5,7 @@ FlashAttention-2, keys outside, queries inside).
 
     k tile (scaled), v tile -> shared memory
     for each query head of the group, for each tile of queries that sees some key of the tile:
-        p = exp(q k^T - lse)          registers -> shared memory
+        p = exp(q k^T - lse)          registers -> shared memory (with options p and ds together, after both products)
         dv += p^T dout                registers
         ds = p * (dout v^T - delta)   registers -> shared memory
         dk += ds^T q                  registers
@@ -24,6 +24,7 @@ from numbaflash.kernels.schedule import tile_order
 from numbaflash.ptx import cp_async
 from numbaflash.toolchain import KernelSource
 
+from .. import scores
 from .. import tiles as shared_tiles
 from . import tiles
 from .config import Config
@@ -34,7 +35,7 @@ def build(config: Config) -> KernelSource:
 
     Its parameters: dout, q, k, v, lse, dk, dv; delta, sums and turns of the workspace; the factor of the scores that makes
     their exponential the weight, and that of dk; first and last visible key of query 0; q tiles; k tiles; key/value heads over
-    the batch; query heads a key/value head; key/value heads that run together.
+    the batch; query heads a key/value head; key/value heads that run together; those of the options.
     """
     t = tiles.Types.of(config)
     copy_k = shared_tiles.copy_scaled(config, config.kv_tile, config.dim, config.k_mask)
@@ -55,6 +56,18 @@ def build(config: Config) -> KernelSource:
     place_scores, place_dq = tiles.place(config, config.scores), tiles.place(config, config.dq, 1, config.vector)
     place_dk, place_dv = (tiles.place(config, share, tiles.chunk(config, share), config.vector) for share in (config.dk, config.dv))
     afresh = tiles.afresh
+
+    options_of, share = config.options, config.scores
+    with_options, masked, with_lengths, per_entry = bool(options_of), options_of.mask, options_of.lengths, options_of.per_entry
+    # A query whose scores are all -inf has no gradients, whatever dout holds there, and a bias may do that anywhere.
+    scattered = masked or options_of.bias is not None
+    lengths, see, everything, any_seen = scores.lengths(config), scores.see(config, share), scores.everything(share), scores.any_seen(share)
+    weigh, mark, only_alive = scores.weigh(config, share, config.with_ds), scores.mark(config, share), tiles.only_alive(config)
+    zero_row = shared_tiles.zeros(t.row, config)
+    add_dv_marked, add_dk_marked = (
+        tiles.add_transposed(config, share, dim, tiles.MARKED) for share, dim in ((config.dv, config.dim_v), (config.dk, config.dim))
+    )
+    add_dq_marked = tiles.add_dq(config, tiles.MARKED)
     commit, wait = cp_async.commit, cp_async.wait
 
     real, vector, step = t.real, config.vector, config.step
@@ -74,7 +87,7 @@ def build(config: Config) -> KernelSource:
     asynchronous, ordered, one_buffer = config.asynchronous, config.ordered, config.buffers == 1
     with_dq, with_dk, with_dv, with_ds = config.with_dq, config.with_dk, config.with_dv, config.with_ds
     bounded_left, bounded_right = config.bounded_left, config.bounded_right
-    bounded = bounded_left or bounded_right
+    guarded = config.guarded or scattered
 
     def gradients(
         dout,
@@ -96,6 +109,7 @@ def build(config: Config) -> KernelSource:
         batch_kv_heads,
         group,
         section,
+        *options,
     ):
         thread = int32(cuda.threadIdx.x)
         memory = cuda.shared.array(0, real)
@@ -112,6 +126,10 @@ def build(config: Config) -> KernelSource:
         kv_heads, heads = int32(k.shape[2]), int32(q.shape[2])
         batch, kv_head = batch_kv_head // kv_heads, batch_kv_head % kv_heads
         seqlen_q, seqlen_k = int32(q.shape[1]), int32(k.shape[1])
+        if with_lengths:
+            seqlen_q, seqlen_k = lengths(seqlen_q, seqlen_k, batch, options)
+        if per_entry:
+            band_first, band_last = int32(band_first + seqlen_k - seqlen_q), int32(band_last + seqlen_k - seqlen_q)
 
         first_k = int32(kv_block * kv_tile)
         last_k = int32(min(first_k + kv_tile, seqlen_k) - 1)
@@ -122,6 +140,8 @@ def build(config: Config) -> KernelSource:
             begin = int32(max(first_k - band_last, 0))
         if bounded_left:
             end = int32(min(last_k - band_first + 1, seqlen_q))
+        if with_lengths and first_k >= seqlen_k:
+            end = int32(0)
         first_block, stop_block = int32(begin // q_tile), int32((end + q_tile - 1) // q_tile)
         head, q_block = int32(kv_head * group), first_block
         stop_head = int32(head + group if begin < end else head)
@@ -137,7 +157,7 @@ def build(config: Config) -> KernelSource:
             if asynchronous:
                 commit()
             copy_k(memory, 0, k, batch, first_k, kv_head, factor, thread // k_width, thread % k_width)
-            if bounded and with_dq:
+            if guarded and with_dq:
                 cuda.syncthreads()
                 c = int32(thread * vector)
                 while c < kv_tile * dim:
@@ -159,77 +179,112 @@ def build(config: Config) -> KernelSource:
                 if thread == 0 and last_number >= 0:
                     cuda.atomic.add(turns, 1 + last_number, 1)
                 last_number = q_number
-
-            p = zero_scores()
-            c = int32(0)
-            while c < depth:
-                p = add_qk(p, memory, q_base + s_query * dim, s_key * dim, c ^ q_swizzle, c ^ k_swizzle)
-                c = int32(c + step)
-            p = softmax(p, load_lse(lse, batch, head, first_q + s_query))
-
-            border = first_k + kv_tile > seqlen_k or first_q + q_tile > seqlen_q
-            if bounded_left:
-                border |= first_k < first_q + q_tile - 1 + band_first
-            if bounded_right:
-                border |= first_k + kv_tile - 1 > first_q + band_last
-            first, last = int32(first_q + band_first - first_k), int32(first_q + band_last - first_k)  # of the tile's first query
-            if border:
-                p = hide(p, first + s_query - s_key, last + s_query - s_key, seqlen_k - first_k - s_key, seqlen_q - first_q - s_query)
-            plain = int32(1)
-            if bounded and border:
-                c = int32(thread * vector)
-                while c < q_tile * (dim + dim_v):
-                    plain &= is_finite(memory, q_base + c)
-                    c = int32(c + threads * vector)
-                plain = int32(cuda.syncthreads_and(plain))
-
-            if with_dv:
-                store_scores(memory, p_base + s_query * kv_tile, s_key, q_swizzle, p)
-                cuda.syncthreads()  # p is here
-                thread = afresh(thread)
-                dv_key, dv_column, _, _ = place_dv(thread)
+            work = int32(1)
+            if masked:
+                seen = see(first_q + s_query, first_k + s_key, seqlen_q, seqlen_k, band_first, band_last, batch, head, options)
+                work = int32(cuda.syncthreads_or(any_seen(seen)))
+            if work:
+                p = zero_scores()
                 c = int32(0)
-                if plain:
-                    while c < q_tile:
-                        dv = add_dv(dv, memory, p_base + c * kv_tile, dv_key, dout_base + c * dim_v, dv_column)
-                        c = int32(c + step)
-                else:
-                    while c < q_tile:
-                        seeing, seen = dv_key - last - c, dv_key - first - c
-                        dv = add_dv_seen(dv, memory, p_base + c * kv_tile, dv_key, dout_base + c * dim_v, dv_column, seeing, seen)
-                        c = int32(c + lanes_m)
-
-            if with_ds:
-                thread = afresh(thread)
-                s_query, s_key, q_swizzle, k_swizzle = place_scores(thread)
-                ds = zero_scores()
-                c = int32(0)
-                while c < depth_v:
-                    ds = add_dout_v(ds, memory, dout_base + s_query * dim_v, v_base + s_key * dim_v, c ^ q_swizzle, c ^ k_swizzle)
+                while c < depth:
+                    p = add_qk(p, memory, q_base + s_query * dim, s_key * dim, c ^ q_swizzle, c ^ k_swizzle)
                     c = int32(c + step)
-                if with_dv:
-                    p = load_scores(memory, p_base + s_query * kv_tile, s_key, q_swizzle)
-                ds = softmax_gradient(p, ds, load_delta(delta, batch_head, first_q + s_query))
-                if border:
-                    ds = hide(ds, first + s_query - s_key, last + s_query - s_key, seqlen_k - first_k - s_key, seqlen_q - first_q - s_query)
-                if one_buffer and with_dv:
-                    cuda.syncthreads()  # nobody reads p any more
-                store_scores(memory, ds_base + s_query * kv_tile, s_key, q_swizzle, ds)
-                cuda.syncthreads()  # ds is here
-
-            if with_dk:
-                thread = afresh(thread)
-                dk_key, dk_column, _, _ = place_dk(thread)
-                c = int32(0)
-                if plain:
-                    while c < q_tile:
-                        dk = add_dk(dk, memory, ds_base + c * kv_tile, dk_key, q_base + c * dim, dk_column)
-                        c = int32(c + step)
+                if with_options:
+                    ds, row_delta = zero_scores(), zero_row()
+                    if with_ds:
+                        c = int32(0)
+                        while c < depth_v:
+                            ds = add_dout_v(ds, memory, dout_base + s_query * dim_v, v_base + s_key * dim_v, c ^ q_swizzle, c ^ k_swizzle)
+                            c = int32(c + step)
+                        row_delta = load_delta(delta, batch_head, first_q + s_query)
                 else:
-                    while c < q_tile:
-                        seeing, seen = dk_key - last - c, dk_key - first - c
-                        dk = add_dk_seen(dk, memory, ds_base + c * kv_tile, dk_key, q_base + c * dim, dk_column, seeing, seen)
-                        c = int32(c + lanes_m)
+                    p = softmax(p, load_lse(lse, batch, head, first_q + s_query))
+
+                border = first_k + kv_tile > seqlen_k or first_q + q_tile > seqlen_q
+                if bounded_left:
+                    border |= first_k < first_q + q_tile - 1 + band_first
+                if bounded_right:
+                    border |= first_k + kv_tile - 1 > first_q + band_last
+                if scattered:
+                    border = True
+                first, last = int32(first_q + band_first - first_k), int32(first_q + band_last - first_k)  # of the tile's first query
+                if with_options:
+                    row_lse = load_lse(lse, batch, head, first_q + s_query)
+                    if not masked:
+                        seen = everything()
+                        if border:
+                            seen = see(first_q + s_query, first_k + s_key, seqlen_q, seqlen_k, band_first, band_last, batch, head, options)
+                    p, _, ds = weigh(p, ds, row_lse, row_delta, first_q + s_query, first_k + s_key, seqlen_q, seqlen_k, batch, head, options)
+                    if border:
+                        seen = only_alive(seen, row_lse)
+                        p = mark(p, seen)
+                        ds = mark(ds, seen)
+                elif border:
+                    p = hide(p, first + s_query - s_key, last + s_query - s_key, seqlen_k - first_k - s_key, seqlen_q - first_q - s_query)
+                plain = int32(1)
+                if guarded and border:
+                    c = int32(thread * vector)
+                    while c < q_tile * (dim + dim_v):
+                        plain &= is_finite(memory, q_base + c)
+                        c = int32(c + threads * vector)
+                    plain = int32(cuda.syncthreads_and(plain))
+
+                if with_dv:
+                    store_scores(memory, p_base + s_query * kv_tile, s_key, q_swizzle, p)
+                    cuda.syncthreads()  # p is here
+                    thread = afresh(thread)
+                    dv_key, dv_column, _, _ = place_dv(thread)
+                    c = int32(0)
+                    if plain:
+                        while c < q_tile:
+                            dv = add_dv(dv, memory, p_base + c * kv_tile, dv_key, dout_base + c * dim_v, dv_column)
+                            c = int32(c + step)
+                    elif with_options:
+                        while c < q_tile:
+                            dv = add_dv_marked(dv, memory, p_base + c * kv_tile, dv_key, dout_base + c * dim_v, dv_column)
+                            c = int32(c + lanes_m)
+                    else:
+                        while c < q_tile:
+                            seeing, unseeing = dv_key - last - c, dv_key - first - c
+                            dv = add_dv_seen(dv, memory, p_base + c * kv_tile, dv_key, dout_base + c * dim_v, dv_column, seeing, unseeing)
+                            c = int32(c + lanes_m)
+
+                if with_ds:
+                    thread = afresh(thread)
+                    s_query, s_key, q_swizzle, k_swizzle = place_scores(thread)
+                    if not with_options:
+                        ds = zero_scores()
+                        c = int32(0)
+                        while c < depth_v:
+                            ds = add_dout_v(ds, memory, dout_base + s_query * dim_v, v_base + s_key * dim_v, c ^ q_swizzle, c ^ k_swizzle)
+                            c = int32(c + step)
+                        if with_dv:
+                            p = load_scores(memory, p_base + s_query * kv_tile, s_key, q_swizzle)
+                        ds = softmax_gradient(p, ds, load_delta(delta, batch_head, first_q + s_query))
+                        if border:
+                            ds = hide(ds, first + s_query - s_key, last + s_query - s_key, seqlen_k - first_k - s_key, seqlen_q - first_q - s_query)
+                    if one_buffer and with_dv:
+                        cuda.syncthreads()  # nobody reads p any more
+                    store_scores(memory, ds_base + s_query * kv_tile, s_key, q_swizzle, ds)
+                    cuda.syncthreads()  # ds is here
+
+                if with_dk:
+                    thread = afresh(thread)
+                    dk_key, dk_column, _, _ = place_dk(thread)
+                    c = int32(0)
+                    if plain:
+                        while c < q_tile:
+                            dk = add_dk(dk, memory, ds_base + c * kv_tile, dk_key, q_base + c * dim, dk_column)
+                            c = int32(c + step)
+                    elif with_options:
+                        while c < q_tile:
+                            dk = add_dk_marked(dk, memory, ds_base + c * kv_tile, dk_key, q_base + c * dim, dk_column)
+                            c = int32(c + lanes_m)
+                    else:
+                        while c < q_tile:
+                            seeing, unseeing = dk_key - last - c, dk_key - first - c
+                            dk = add_dk_seen(dk, memory, ds_base + c * kv_tile, dk_key, q_base + c * dim, dk_column, seeing, unseeing)
+                            c = int32(c + lanes_m)
 
             if ordered and thread == 0:
                 before = kv_block  # blocks that add to this tile of dq before this one
@@ -248,7 +303,7 @@ def build(config: Config) -> KernelSource:
                 copy_dout(memory, dout_base, dout, batch, q_block * q_tile, head, thread // q_width, thread % q_width)
                 if asynchronous:
                     commit()
-            if with_dq:
+            if with_dq and work:
                 dq_query, dq_column, q_swizzle, _ = place_dq(thread)
                 dq = zero_dq()
                 c = int32(0)
@@ -257,6 +312,10 @@ def build(config: Config) -> KernelSource:
                     while c < kv_tile:
                         dq = add_dq(dq, memory, ds_row, c * dim, dq_column ^ (c & k_mask) * vector, c ^ q_swizzle)
                         c = int32(c + step)
+                elif with_options:
+                    while c < kv_tile:
+                        dq = add_dq_marked(dq, memory, ds_row, c * dim, dq_column ^ (c & k_mask) * vector, c ^ q_swizzle)
+                        c = int32(c + vector)
                 else:
                     while c < kv_tile:
                         dq = add_dq_seen(
@@ -287,5 +346,5 @@ def build(config: Config) -> KernelSource:
             store_dv(dv_out, batch, first_k + dv_key, kv_head, dv_column, dv, real(1.0))
 
     arrays = (t.operand,) * 4 + (t.lse,) + (t.operand,) * 2 + (t.delta, t.sums, t.turns)
-    signature = numba.types.void(*arrays, t.real, t.real, *(numba.types.int32,) * 7)
+    signature = numba.types.void(*arrays, t.real, t.real, *(numba.types.int32,) * 7, scores.option_types(config))
     return KernelSource(gradients, signature, threads=threads, min_blocks=config.min_blocks)

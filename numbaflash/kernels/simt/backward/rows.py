@@ -1,4 +1,4 @@
-"""What happens to the rows of the queries before and after the gradients' products: delta, and dq out of the workspace."""
+"""What happens to the rows of the queries before and after the gradients' products: delta, dq out of the workspace, gradients of sinks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from numba import cuda, int32
 
 from numbaflash.toolchain import KernelSource
 
+from .. import scores
 from . import tiles
 from .config import Config
 
@@ -78,3 +79,38 @@ def build_dq(config: Config) -> KernelSource:
 
     signature = numba.types.void(t.operand, t.sums, t.real, numba.types.int32)
     return KernelSource(write_dq, signature, threads=config.threads)
+
+
+def build_dsinks(config: Config) -> KernelSource:
+    """The gradients of the sinks, of which each query gives ``-exp(sink - lse) * delta``; a block for each head, always in the same order.
+
+    The parameters: dsinks, lse, delta; those of the options.
+    """
+    t = tiles.Types.of(config)
+    of_sink, lengths, with_lengths = scores.of_sink(config), scores.lengths(config), config.options.lengths
+    threads, real = config.threads, t.real
+
+    def write_dsinks(dsinks, lse, delta, *options):
+        head, thread = int32(cuda.blockIdx.x), int32(cuda.threadIdx.x)
+        sums = cuda.shared.array(threads, real)
+        total = real(0.0)
+        for batch in range(int32(lse.shape[0])):
+            seqlen_q = int32(lse.shape[2])
+            if with_lengths:
+                seqlen_q, _ = lengths(seqlen_q, seqlen_q, batch, options)
+            batch_head = int32(batch * int32(lse.shape[1]) + head)
+            for row in range(thread, seqlen_q, threads):
+                total += of_sink(delta[batch_head, row], lse[batch, head, row], head, options)
+        sums[thread] = total
+        cuda.syncthreads()
+        width = threads // 2
+        while width > 0:
+            if thread < width:
+                sums[thread] += sums[thread + width]
+            cuda.syncthreads()
+            width = width // 2
+        if thread == 0:
+            dsinks[head] = -sums[0]
+
+    arrays = numba.types.Array(t.real, 1, "A"), t.lse, t.delta
+    return KernelSource(write_dsinks, numba.types.void(*arrays, scores.option_types(config)), threads=threads)

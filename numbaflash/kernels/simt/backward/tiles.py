@@ -16,7 +16,7 @@ from numba.cuda import types
 from numbaflash.ptx.straight import straight_line
 
 from ..config import UNITS
-from ..scores import exponential, seen_type
+from ..scores import bit, exponential, from_real, seen_type
 from ..tiles import ArrayTypes, add_weighted, always, between, in_band, reduce_row, to_compute, unmarked
 from .config import Config, Share
 
@@ -114,9 +114,11 @@ def only_alive(config: Config):
 
     def body(ops, seen, lse):
         alive = [ops.truth(x != math.inf) for x in lse]
-        for at in range(share.rows * share.columns):
-            bit = 1 << at % 32 if at % 32 < 31 else -(2**31)
-            seen[at // 32] = seen[at // 32] & (alive[at // share.columns] * bit | ~bit)
+        for word in range(len(kind)):
+            for i in range(share.rows):
+                bits = sum(bit(at) for at in range(i * share.columns, (i + 1) * share.columns) if at // 32 == word)
+                if bits:
+                    seen[word] = seen[word] & (alive[i] * bits | ~bits)
         return seen
 
     return straight_line(kind, (kind, Types.of(config).row), body)
@@ -152,6 +154,12 @@ def softmax_gradient(config: Config):
         return [weight * (x - delta[at // columns]) for at, (weight, x) in enumerate(zip(p, dp, strict=True))]
 
     return straight_line(t.scores, (t.scores, t.scores, t.row), body)
+
+
+def add_scores(config: Config):
+    """``f(a, b) -> a + b``, element by element."""
+    t = Types.of(config)
+    return straight_line(t.scores, (t.scores, t.scores), lambda ops, a, b: [x + y for x, y in zip(a, b, strict=True)])
 
 
 def load_scores(config: Config):
@@ -304,6 +312,16 @@ def store_rows(config: Config, share: Share, near: int):
                     at += count
 
     return straight_line(VOID, (t.operand, I32, I32, I32, I32, types.UniTuple(t.real, share.rows * share.columns), t.real), body)
+
+
+def store_dbias(config: Config, array: types.Array):
+    """``f(dbias, batch, head, query, key, x)``: an element of the bias's gradient, if there is one, in its dtype."""
+
+    def body(ops, dbias, batch, head, query, key, x):
+        inside = (query < dbias.shape[2]) & (key < dbias.shape[3])
+        ops.store_row(ops.place(dbias, (batch, head, query, key)), [from_real(ops, config.options.bias, x)], inside)
+
+    return straight_line(VOID, (array, I32, I32, I32, I32, getattr(types, config.compute)), body)
 
 
 def dot_rows(config: Config):
