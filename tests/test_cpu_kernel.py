@@ -324,7 +324,7 @@ def attend(q, k, v, *, threads=None, with_lse=True, choice=None, **options):
     before = numba.get_num_threads()
     numba.set_num_threads(min(threads or before, numba.config.NUMBA_NUM_THREADS))
     try:
-        cpu.prepare(plan)(*map(address, (q, k, v, out)), address(lse) if with_lse else 0, 0)
+        cpu.prepare(plan)((*map(address, (q, k, v, out)), address(lse) if with_lse else 0), 0)
     finally:
         numba.set_num_threads(before)
     return out, lse
