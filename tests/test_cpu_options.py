@@ -193,7 +193,7 @@ def test_the_number_of_threads_changes_no_bit():
 
 def test_parts_of_the_keys_share_one_sink():
     rng = np.random.default_rng(0)
-    for rows in (1, 40):
+    for rows in (1, 10):
         q, k, v = (rng.standard_normal((1, n, 1, 16)) for n in (rows, 20000, 20000))
         sinks = np.array([9.0])
         got, lse = numbaflash.forward(q, k, v, sinks=sinks, return_lse=True)

@@ -1,7 +1,8 @@
 """Kernels for the CPU, compiled by Numba: any dtype, head dim, band and strides.
 
-``forward`` is the algorithm, ``microkernel`` its matrix products, ``vector`` and ``exp2`` the arithmetic, ``convert`` the
-dtypes, ``config`` the choice of tiles and ``launch`` threads and compilation.
+``forward`` is the algorithm and ``decode`` its form for few queries, ``scores`` the options, ``microkernel`` the matrix
+products, ``vector``, ``exp2``, ``tanh`` and ``dropout`` the arithmetic, ``convert`` the dtypes, ``config`` the choice of tiles
+and ``launch`` threads and compilation.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ...problem import OPTIONS, Problem
 __all__ = ["FEATURES", "plan", "prepare", "resources", "supports"]
 
 FEATURES = frozenset(("softcap", *OPTIONS, "dropout"))
-"""`Problem.features` that the forward kernels have."""
+"""`Problem.features` that the kernels have, of both directions."""
 
 
 def supports(problem: Problem, device: Device, features: frozenset[str] = FEATURES) -> tuple[str, ...]:
