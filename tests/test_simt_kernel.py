@@ -412,10 +412,11 @@ def simulator():
     return {line["case"]: line["error"] for line in lines}, done
 
 
-BACKWARD_NAMES = [f"backward: {name}" for name in (*simulator_cases.backward_cases(), "drawn by Hypothesis")]
+DRAWN = ("drawn by Hypothesis", "options drawn by Hypothesis")
+BACKWARD_NAMES = [f"backward: {name}" for name in (*simulator_cases.backward_cases(), *DRAWN)]
 
 
-@pytest.mark.parametrize("name", [*simulator_cases.cases(), "drawn by Hypothesis", *BACKWARD_NAMES])
+@pytest.mark.parametrize("name", [*simulator_cases.cases(), *DRAWN, *BACKWARD_NAMES])
 def test_simulator(simulator, name):
     results, done = simulator
     assert name in results, done.stderr[-4000:]

@@ -73,6 +73,11 @@ class Options:
         return self.mask or self.lengths
 
     @property
+    def of_products(self) -> Options:
+        """What remains for the gradients' products: they know of sinks by the LSE."""
+        return replace(self, sinks=False)
+
+    @property
     def of_rows(self) -> Options:
         """What remains where no scores are computed."""
         return replace(self, softcap=False, mask=False, bias=None, alibi=False, dropout=False, per_entry=False)

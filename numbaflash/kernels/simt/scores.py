@@ -213,6 +213,7 @@ def change(config: Elements, share):
     scores = types.UniTuple(getattr(types, config.compute), share.rows * share.columns)
 
     def body(ops, s, query, key, length_q, length_k, batch, head, options):
+        query, batch, head = (ops.opaque(x) for x in (query, batch, head))
         score = changes(ops, config, share, _named(config, options), query, key, length_q, length_k, batch, head)
         return [score(at // share.columns, at % share.columns, x)[0] for at, x in enumerate(s)]
 
@@ -286,6 +287,7 @@ def drop(config: Elements, share):
     scores = types.UniTuple(getattr(types, config.compute), share.rows * share.columns)
 
     def body(ops, p, query, key, batch, head, options):
+        query, batch, head = (ops.opaque(x) for x in (query, batch, head))
         kept = _kept(ops, config, share, _named(config, options), query, key, batch, head)
         return [ops.select(kept(at // share.columns, at % share.columns), x, 0.0) for at, x in enumerate(p)]
 

@@ -110,7 +110,7 @@ def launches(plan: Plan) -> list[tuple[toolchain.KernelRequest, list, int, int]]
     factor, kernels = real(product_factor(problem, config.compute, config.options)), []
     first_and_last = [int32(key) for key in simt.band(problem)]
     kv_tiles = -(-problem.seqlen_k // config.kv_tile)
-    options = config.options.arguments(problem, layouts, config.compute, config.unit)
+    options = config.of_products.options.arguments(problem, layouts, config.compute, config.unit)
     if config.with_delta:
         parameters = [*map(array, ("dout", "out", "lse", "dlse")), workspace.delta, workspace.sums, workspace.turns, int32(workspace.q_tiles)]
         kernels.append((kernel("rows:build_delta", config.of_rows), parameters, workspace.tiles, 0))
@@ -131,7 +131,7 @@ def launches(plan: Plan) -> list[tuple[toolchain.KernelRequest, list, int, int]]
             int32(_section(problem, config)),
             *options,
         ]
-        kernels.append((kernel("gradients:build", config), parameters, plan.grid[0], plan.shared_bytes))
+        kernels.append((kernel("gradients:build", config.of_products), parameters, plan.grid[0], plan.shared_bytes))
     if config.with_dq:
         scale = 1.0 if config.options.softcap else 1.0 / config.unit  # what ds k, k times the factor of the scores, needs to be dq
         parameters = [array("dq"), workspace.sums, real(scale), int32(workspace.q_tiles)]

@@ -180,10 +180,15 @@ class Config(Elements):
         return replace(self.of_rows, result_vectors=False, with_dlse=False, with_dq=False, ordered=False, options=self.options.of_rows)
 
     @property
+    def of_products(self) -> Config:
+        """What the kernel of the products depends on."""
+        return replace(self, with_dbias=False, with_dsinks=False, dbias_axes=(True, True), options=self.options.of_products)
+
+    @property
     def of_bias(self) -> Config:
         """What the kernel of the bias's gradient depends on."""
         plain = dict.fromkeys(("result_vectors", "with_dlse", "with_dq", "with_dk", "with_dv", "with_dsinks", "ordered"), False)
-        return replace(self, min_blocks=1, **plain)
+        return replace(self, min_blocks=1, options=self.options.of_products, **plain)
 
 
 def _shared_elements(tile, dim, dim_v):
@@ -219,6 +224,7 @@ _FLOAT64_TILES = (
     (256, Tile(warps=4, q_tile=4, kv_tile=8)),  # 48.5 KiB at D = 256
 )
 _SMALLEST_GOOD = 32  # keys of a tile; smaller ones are only for want of shared memory
+_MOST_SCORES = 32  # of a lane with options, which has p and ds at once: with 64, 80 to 700 bytes of registers would be spilled
 _SIMULATOR_TILE = Tile(warps=2, q_tile=8, kv_tile=8, buffers=1)
 _SIMULATOR_WARP = 8
 
@@ -246,6 +252,8 @@ def choose_tile(problem: Problem, device: Device) -> Tile:
     """The first fitting tile that is not mostly empty and gives every multiprocessor a block; else the one with most blocks."""
     compute = "float64" if problem.dtype == "float64" else "float32"
     tiles = fitting_tiles(compute, problem.head_dim, problem.head_dim_v, shared_limit(device))
+    if Options.of(problem).of_products:
+        tiles = tuple(tile for tile in tiles if tile.q_tile * tile.kv_tile <= _MOST_SCORES * 32 * tile.warps)
     tiles = tuple(tile for tile in tiles if tile.kv_tile < 2 * problem.seqlen_k) or tiles[-1:]
 
     def blocks(tile):
