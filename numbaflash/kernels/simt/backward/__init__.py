@@ -138,7 +138,8 @@ def launches(plan: Plan) -> list[tuple[toolchain.KernelRequest, list, int, int]]
         kernels.append((kernel("rows:build_dq", config.of_rows), parameters, workspace.tiles, 0))
     if config.with_dsinks:
         of_rows = config.of_sinks.options.arguments(problem, layouts, config.compute, config.unit)
-        kernels.append((kernel("rows:build_dsinks", config.of_sinks), [array("dsinks"), array("lse"), workspace.delta, *of_rows], problem.heads, 0))
+        parameters = [array("dsinks"), array("lse"), workspace.delta, *of_rows]
+        kernels.append((kernel("rows:build_dsinks", config.of_sinks), parameters, problem.heads, config.threads * ITEMSIZE[config.compute]))
     if config.with_dbias and 0 not in problem.bias:
         counts = [int32(workspace.q_tiles), int32(kv_tiles), int32(problem.group)]
         parameters = [*map(array, ("dout", "q", "k", "v", "lse", "dbias")), workspace.delta, factor, *first_and_last, *counts, *options]

@@ -92,7 +92,7 @@ def build_dsinks(config: Config) -> KernelSource:
 
     def write_dsinks(dsinks, lse, delta, *options):
         head, thread = int32(cuda.blockIdx.x), int32(cuda.threadIdx.x)
-        sums = cuda.shared.array(threads, real)
+        sums = cuda.shared.array(0, real)  # an element a thread
         total = real(0.0)
         for batch in range(int32(lse.shape[0])):
             seqlen_q = int32(lse.shape[2])
