@@ -23,7 +23,7 @@ from ..dropout import block
 from .config import Elements
 from .options import as_bits
 
-I32, VOID = types.int32, types.void
+I32 = types.int32
 
 
 def option_types(config: Elements) -> types.Tuple:
