@@ -81,6 +81,9 @@ def test_index_arithmetic(bodies, options, kv_tile, q_block):
                     assert part.all() and part.shape[1] == kv_tile
                 if first <= m < end:
                     visits[m].append(n)
+            for key in (0, 9, kv_tile - 9):
+                found = [int(x) for x in call(band.seen(), np.int32(n * kv_tile + key), bounds)]
+                assert found == [int(j < seqlen_k and bool(seen[:, j].any())) for j in (n * kv_tile + key, n * kv_tile + key + 8)]
             for key, column in itertools.product((0, 9, kv_tile - 9), (0, 6)):
                 limits = [int(x) for x in call(band.limits(), np.int32(n * kv_tile + key), np.int32(column), bounds)]
                 for row, (low, high) in enumerate(zip(limits[:2], limits[2:], strict=True)):

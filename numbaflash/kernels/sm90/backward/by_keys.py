@@ -57,7 +57,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     wait_dq_dv = wgmma.wait(before_dk, part_columns, dv_columns)
     wait_dv, wait_dq = wgmma.wait(before_dk, dv_columns), wgmma.wait(before_dk, part_columns)
     wait_dk, scale_dk = wgmma.wait(0, d), fragment.scale(d)
-    bounded, select_dk, select_dv = config.left or config.right, fragment.select_rows(d), fragment.select_rows(dv_columns)
+    bounded, select_dk, select_dv = config.bounded, fragment.select_rows(d), fragment.select_rows(dv_columns)
     probabilities, score_gradients = fragment.probabilities(q_block), fragment.score_gradients(q_block)
     mask = fragment.mask_band(q_block, True, config.left, 0.0)
     to_16bit, dk_to_16bit, dv_to_16bit = (fragment.to_16bit(n, config.element) for n in (q_block, d, dv_columns))
