@@ -108,7 +108,9 @@ def test_dropout_comes_from_torchs_generator():
 
 def test_the_backward_drops_what_the_forward_dropped():
     arrays = made()
-    assert torch.autograd.gradcheck(lambda *x: attention(*x, dropout=0.4, seed=7, causal=True), [x[:1, :5, :2].detach().requires_grad_() for x in arrays])
+    assert torch.autograd.gradcheck(
+        lambda *x: attention(*x, dropout=0.4, seed=7, causal=True), [x[:1, :5, :2].detach().requires_grad_() for x in arrays]
+    )
 
 
 @pytest.mark.parametrize("kind", ["bool", "float", "dropout"])
@@ -124,7 +126,9 @@ def test_sdpa(kind):
         assert torch.equal(out, scaled_dot_product_attention(q, k, v, dropout_p=0.5, enable_gqa=True))
         return
     leaves = [q, k, v, *([given] if kind == "float" else [])]
-    mine, theirs = (f(q, k, v, attn_mask=given, enable_gqa=True) for f in (scaled_dot_product_attention, torch.nn.functional.scaled_dot_product_attention))
+    mine, theirs = (
+        f(q, k, v, attn_mask=given, enable_gqa=True) for f in (scaled_dot_product_attention, torch.nn.functional.scaled_dot_product_attention)
+    )
     torch.testing.assert_close(mine, theirs)
     for a, b in zip(*(torch.autograd.grad(x.square().sum(), leaves) for x in (mine, theirs)), strict=True):
         torch.testing.assert_close(a, b)
