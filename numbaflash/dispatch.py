@@ -32,10 +32,15 @@ ALL_OPERANDS = tuple(dict.fromkeys((*OPERANDS, *OPTION_OPERANDS, *BACKWARD_OPERA
 
 def operands(problem: Problem, direction: str = "forward") -> tuple[str, ...]:
     """Operands of a call that computes the problem, in the order in which its `Launch` takes their addresses."""
-    options = (*problem.options, *(("seed",) if problem.dropout else ()))
+    return operands_with(problem.options, bool(problem.dropout), direction)
+
+
+def operands_with(options: tuple[str, ...], dropout: bool, direction: str = "forward") -> tuple[str, ...]:
+    """The same, of a problem with these arrays of `OPTIONS`, with or without dropout."""
+    options += ("seed",) if dropout else ()
     if direction == "forward":
         return OPERANDS + options
-    gradients = tuple(f"d{name}" for name in DIFFERENTIABLE_OPTIONS if name in problem.options)
+    gradients = tuple(f"d{name}" for name in DIFFERENTIABLE_OPTIONS if name in options)
     return BACKWARD_OPERANDS[:-1] + options + gradients + BACKWARD_OPERANDS[-1:]
 
 

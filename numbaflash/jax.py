@@ -11,6 +11,7 @@ import ctypes
 import functools
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -20,9 +21,26 @@ from jax.custom_derivatives import SymbolicZero
 
 from .arrays import Facts, contiguous_strides
 from .arrays.jax import JAX, local_gpus
-from .call import MAX_CALLS, WORKSPACE_ALIGNMENT, device_of, plan_backward_call, plan_call
-from .dispatch import BACKWARD_OPERANDS, family, forced_family, use_family
-from .problem import ITEMSIZE, NEEDS, UnsupportedError, check_causal, check_flag, check_scale, check_window, make_problem
+from .batching import join, steps
+from .call import MAX_CALLS, WORKSPACE_ALIGNMENT, aligned_workspace, device_of, plan_backward_call, plan_call
+from .dispatch import BACKWARD_OPERANDS, family, forced_family, operands_with, use_family
+from .problem import (
+    CONSTANT_OPTIONS,
+    DIFFERENTIABLE,
+    ITEMSIZE,
+    NEEDS,
+    OPTIONS,
+    UnsupportedError,
+    check_causal,
+    check_dropout,
+    check_flag,
+    check_scale,
+    check_seed,
+    check_softcap,
+    check_window,
+    gradient_missing,
+    make_problem,
+)
 
 OLDEST = (0, 6, 2)
 """The oldest JAX that has all: `jax.ffi` (0.5), handlers that are told their device (0.6), results that vary in a shard_map (0.6.2)."""
@@ -37,7 +55,26 @@ __all__ = ["attention"]
 TARGETS = {"forward": "numbaflash_forward", "backward": "numbaflash_backward"}
 
 
-def attention(q, k, v, *, scale=None, causal=False, window=None, return_lse=False, deterministic=False):
+def attention(
+    q,
+    k,
+    v,
+    *,
+    scale=None,
+    causal=False,
+    window=None,
+    softcap=None,
+    mask=None,
+    bias=None,
+    alibi_slopes=None,
+    sinks=None,
+    dropout=0.0,
+    seed=None,
+    seqlens_q=None,
+    seqlens_k=None,
+    return_lse=False,
+    deterministic=False,
+):
     """Exact attention that JAX differentiates (reverse mode): `numbaflash.attention` for JAX arrays.
 
     Parameters
@@ -47,8 +84,15 @@ def attention(q, k, v, *, scale=None, causal=False, window=None, return_lse=Fals
     v : Array, (batch, seqlen_k, kv_heads, head_dim_v)
         float16, bfloat16, float32 or (with x64 enabled) float64, on the CPU or a CUDA device, eagerly and under ``jit``, ``grad``, ``vmap``,
         ``checkpoint`` and ``shard_map``. What no derivative is taken of costs nothing in the backward.
-    scale, causal, window
+    scale, causal, window, softcap, dropout
         As in `numbaflash.forward`. They are part of the program: Python values, not traced ones.
+    mask, alibi_slopes, seqlens_q, seqlens_k : Array, optional
+        As in `numbaflash.forward`.
+    bias, sinks : Array, optional
+        As in `numbaflash.forward`, and differentiated like q, k and v.
+    seed : int, optional
+        Of the dropout mask, from 0 to below 2**64; needed with dropout. It is part of the program as well: a jitted function is compiled again for
+        another seed (``static_argnames``), and drops the same weights in every call otherwise.
     return_lse : bool, optional
         Also return the log-sum-exp of the scores, which is differentiable too.
     deterministic : bool, optional
@@ -63,17 +107,18 @@ def attention(q, k, v, *, scale=None, causal=False, window=None, return_lse=Fals
     Raises
     ------
     TypeError
-        For a wrong kind or dtype, and from JAX under ``jvp``: there is no forward-mode derivative.
+        For a wrong kind or dtype, a traced seed among them, and from JAX under ``jvp``: there is no forward-mode derivative.
     ValueError
         For a wrong shape or value.
     UnsupportedError
-        For a problem or gradients that no kernel family can compute, and when the gradients are differentiated again. Where XLA runs the
-        operation by itself, under ``jit``, its own error has this one's message.
+        For a problem or gradients that no kernel family can compute, for ALiBi slopes that are differentiated, and when the gradients are
+        differentiated again. Where XLA runs the operation by itself, under ``jit``, its own error has this one's message.
 
     Notes
     -----
     Saved for the backward are q, k, v, out and the log-sum-exp; scores are computed again (Dao et al., "FlashAttention", 2022, Algorithm 4).
-    ``vmap`` adds to the batch: one launch for all.
+    ``vmap`` adds to the batch: one launch for all. Where an option does not allow that, there is one for each element: sinks that differ, a mask
+    or bias of several batch entries that leaves the batch axis out, and dropout, which gives each element the mask that it has by itself.
 
     Examples
     --------
@@ -84,34 +129,58 @@ def attention(q, k, v, *, scale=None, causal=False, window=None, return_lse=Fals
     >>> dv.shape
     (1, 32, 4, 16)
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    arrays = {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
+    arrays = _present({"q": q, "k": k, "v": v} | {name: x for name, x in arrays.items() if x is not None})
+    if isinstance(seed, jax.Array):
+        raise TypeError(
+            f"seed must be an integer, known before the program runs; got {'a traced' if isinstance(seed, jax.core.Tracer) else 'a JAX'} array. "
+            "Make it a static argument of the jitted function, or read it outside of it: int(jax.random.bits(key))"
+        )
+    scale, dropout = None if scale is None else check_scale(scale, 1), check_dropout(dropout)
+    return_lse, deterministic = check_flag("return_lse", return_lse), check_flag("deterministic", deterministic)
+    options = _options(arrays, scale, check_causal(causal), check_window(window), check_softcap(softcap), dropout, deterministic=deterministic)
+    _build_early(options, return_lse, arrays)
+    return _differentiable(options, check_seed(seed, dropout), return_lse)(*_varying_alike(*arrays.values()))
+
+
+def forward(q, k, v, *, scale, causal, window, return_lse, softcap=None, dropout=0.0, seed=0, **arrays):
+    """`numbaflash.forward` for JAX arrays and tracers, with checked options."""
+    arrays = {"q": q, "k": k, "v": v} | {name: arrays[name] for name in OPTIONS if arrays.get(name) is not None}
+    options = _options(arrays, scale, causal, window, softcap, dropout)
+    _build_early(options, return_lse, arrays)
+    return _operation(options, seed, return_lse, _FORWARD_ONLY)(*_varying_alike(*arrays.values()))
+
+
+def _present(arrays):
+    for name, x in arrays.items():
         if not isinstance(x, jax.Array):
             raise TypeError(f"{name} must be a JAX array; got {type(x).__name__}. Convert it with jax.numpy.asarray")
-    scale = None if scale is None else check_scale(scale, 1)
-    return_lse, deterministic = check_flag("return_lse", return_lse), check_flag("deterministic", deterministic)
-    options = _options(scale, check_causal(causal), check_window(window), deterministic=deterministic)
-    _build_early(options, return_lse, q, k, v)
-    return _differentiable(options, return_lse)(*_varying_alike(q, k, v))
+    return arrays
 
 
-def forward(q, k, v, *, scale, causal, window, return_lse):
-    """`numbaflash.forward` for JAX arrays and tracers, with checked options."""
-    options = _options(scale, causal, window)
-    _build_early(options, return_lse, q, k, v)
-    return _operation(options, return_lse, _FORWARD_ONLY)(*_varying_alike(q, k, v))
+def _options(arrays, scale, causal, window, softcap, dropout, **more) -> str:
+    """What travels with an operation; it is hashable, and XLA keeps it. The seed goes beside it: it makes no other kernel."""
+    told = {"scale": scale, "causal": causal, "window": window, "softcap": softcap, "dropout": dropout, "family": forced_family()}
+    return json.dumps(told | {"arrays": [name for name in arrays if name not in NEEDS], **more})
 
 
-def _options(scale, causal, window, **more) -> str:
-    """What travels with an operation; it is hashable, and XLA keeps it."""
-    return json.dumps({"scale": scale, "causal": causal, "window": window, "family": forced_family(), **more})
+@functools.lru_cache(MAX_CALLS)
+def _told(options: str) -> dict:
+    """The same read again, which nobody changes."""
+    return json.loads(options)
 
 
-def _build_early(options, with_lse, q, k, v):
+def _inputs(options: str) -> tuple[str, ...]:
+    """Names of the arrays that an operation is given: q, k, v, and the options."""
+    return (*NEEDS, *_told(options)["arrays"])
+
+
+def _build_early(options, with_lse, arrays):
     """Errors and compilation come here, in the caller's thread, rather than in XLA's."""
-    facts = {name: JAX.describe(x, name) for name, x in (("q", q), ("k", k), ("v", v))}
-    if not any(isinstance(x, jax.core.Tracer) for x in (q, k, v)):
+    facts = {name: JAX.describe(x, name) for name, x in arrays.items()}
+    if not any(isinstance(x, jax.core.Tracer) for x in arrays.values()):
         shapes, dtypes = tuple(each.shape for each in facts.values()), tuple(each.dtype for each in facts.values())
-        _launch(options, with_lse, shapes, dtypes, facts["q"].kind, facts["q"].index, 16)
+        _launch(options, with_lse, shapes, dtypes, facts["q"].kind, facts["q"].index, ())
 
 
 _FORWARD_ONLY = (
@@ -122,30 +191,35 @@ _ONLY_ONCE = "the gradients of numbaflash.attention cannot be differentiated aga
 
 
 @functools.lru_cache(MAX_CALLS)
-def _differentiable(options: str, with_lse: bool):
+def _differentiable(options: str, seed: int, with_lse: bool):
     """The forward operation with its reverse-mode derivative."""
+    names = _inputs(options)
 
     @jax.custom_vjp
-    def attention(q, k, v):
-        return _operation(options, with_lse, _ONLY_ONCE)(q, k, v)
+    def attention(*arrays):
+        return _operation(options, seed, with_lse, _ONLY_ONCE)(*arrays)
 
-    def save(q, k, v):
-        needs = _Needs(tuple(name for name, x in zip(NEEDS, (q, k, v), strict=True) if x.perturbed))
-        q, k, v = q.value, k.value, v.value
-        out, lse = _operation(options, True, _ONLY_ONCE)(q, k, v)
-        return (out, lse) if with_lse else out, (needs, q, k, v, out, lse)
+    def save(*primals):
+        needs = tuple(name for name, x in zip(names, primals, strict=True) if x.perturbed)
+        for name in needs:
+            if name in CONSTANT_OPTIONS:
+                raise gradient_missing(name, f"jax.lax.stop_gradient({name})")
+        arrays = tuple(x.value for x in primals)
+        out, lse = _operation(options, seed, True, _ONLY_ONCE)(*arrays)
+        return (out, lse) if with_lse else out, (_Needs(tuple(name for name in DIFFERENTIABLE if name in needs)), arrays, out, lse)
 
     def differentiate(saved, cotangents):
-        needs, q, k, v, out, lse = saved
+        needs, arrays, out, lse = saved
         dout, dlse = cotangents if with_lse else (cotangents, None)
         if isinstance(dlse, SymbolicZero):
             dlse = None
         if isinstance(dout, SymbolicZero):
             dout, _ = _varying_alike(jnp.zeros_like(out), out)
-        told = options if dlse is None else json.dumps(json.loads(options) | {"dlse": True})
-        gradients = _gradients(told, needs.names)(dout, q, k, v, out, lse, *(() if dlse is None else (dlse,)))
+        told = options if dlse is None else json.dumps(_told(options) | {"dlse": True})
+        compute = _gradients(told, seed, needs.names)
+        gradients = compute(dout, *arrays[:3], out, lse, *(() if dlse is None else (dlse,)), *arrays[3:])
         found = dict(zip(needs.names, gradients, strict=True))
-        return tuple(found.get(name) for name in NEEDS)
+        return tuple(found.get(name) for name in names)
 
     attention.defvjp(save, differentiate, symbolic_zeros=True)
     return attention
@@ -160,34 +234,43 @@ class _Needs:
 
 
 @functools.lru_cache(MAX_CALLS)
-def _operation(options: str, with_lse: bool, refusal: str):
+def _operation(options: str, seed: int, with_lse: bool, refusal: str):
     """The jitted forward operation of an option set; ``refusal`` is what a derivative of it says."""
 
-    def attention(q, k, v):
-        problem = _problem(options, *_kind(q, k, v))
-        names = ("out", "lse")[: 1 + with_lse]
-        results = _zeros(problem, names, q) if problem.is_empty else _call("forward", _results(problem, names), (q, k, v), options)
+    def attention(*arrays):
+        problem = _problem(options, *_kind(*arrays))
+        results = [(problem.shape_of(name), problem.dtype_of(name)) for name in ("out", "lse")[: 1 + with_lse]]
+        results = _zeros(results, arrays[0]) if problem.is_empty else _call("forward", results, arrays, options, seed)
         return results if with_lse else results[0]
 
     return jax.jit(_refusing(attention, refusal))
 
 
 @functools.lru_cache(MAX_CALLS)
-def _gradients(options: str, needs: tuple[str, ...]):
-    """The jitted backward operation: of dout, q, k, v, out, lse and, where there is one, dlse."""
+def _gradients(options: str, seed: int, needs: tuple[str, ...]):
+    """The jitted backward operation: of dout, q, k, v, out, lse, dlse where there is one, and the options."""
+    told = json.dumps(_told(options) | {"needs": needs})
+    names = _operands("backward", told)
 
     def gradients(*arrays):
-        shapes, dtypes = _kind(*arrays[1:4])
-        problem = _problem(options, shapes, dtypes)
-        names = tuple(f"d{name}" for name in needs)
-        if problem.sees_nothing or not needs:
-            return _zeros(problem, names, arrays[0])
-        told = json.dumps(json.loads(options) | {"needs": needs})
+        given = dict(zip(names, arrays, strict=True))
+        shapes, dtypes = _kind(*(given[name] for name in _inputs(options)))
+        results = [(given[name].shape, given[name].dtype) for name in needs]
+        if not needs or _problem(options, shapes, dtypes).sees_nothing:
+            return _zeros(results, arrays[0])
         size = _workspace_bytes(told, shapes, dtypes)
-        workspace = [((size,), jnp.dtype("uint8"))] if size else []
-        return _call("backward", _results(problem, names) + workspace, arrays, told)[: len(needs)]
+        workspace = [((size,), "uint8")] if size else []
+        return _call("backward", results + workspace, arrays, told, seed)[: len(needs)]
 
     return jax.jit(_refusing(gradients, _ONLY_ONCE))
+
+
+def _operands(direction: str, options: str) -> tuple[str, ...]:
+    """Names of what XLA hands in, in its order."""
+    told = _told(options)
+    if direction == "forward":
+        return _inputs(options)
+    return (*BACKWARD_OPERANDS[: 7 if told.get("dlse") else 6], *told["arrays"])
 
 
 def _refusing(function, refusal):
@@ -204,18 +287,18 @@ def _kind(*arrays):
     return tuple(tuple(x.shape) for x in arrays), tuple(jnp.dtype(x.dtype).name for x in arrays)
 
 
-def _results(problem, names):
-    return [(problem.shape_of(name), jnp.dtype(problem.dtype_of(name))) for name in names]
+def _zeros(results, like):
+    return tuple(_varying_alike(jnp.zeros(*each), like)[0] for each in results)
 
 
-def _zeros(problem, names, like):
-    return tuple(_varying_alike(jnp.zeros(*each), like)[0] for each in _results(problem, names))
-
-
-def _call(direction, results, arrays, options):
+def _call(direction, results, arrays, options, seed):
     _register()
-    results = tuple(jax.ShapeDtypeStruct(*each) for each in results)
-    results = jax.ffi.ffi_call(TARGETS[direction], results, vmap_method="broadcast_all")(*arrays, options=options)
+    results = tuple(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in results)
+    told = _told(options)
+    # Options are not to be expanded: XLA would write them out.
+    method = "expand_dims" if told["arrays"] or told["dropout"] else "broadcast_all"
+    attributes = {"options": options} | ({"seed": str(seed)} if told["dropout"] else {})
+    results = jax.ffi.ffi_call(TARGETS[direction], results, vmap_method=method)(*arrays, **attributes)
     return tuple(_varying_alike(x, arrays[0])[0] for x in results)
 
 
@@ -238,29 +321,33 @@ def _vary(x, axes):
 
 
 def _problem(options, shapes, dtypes):
-    told = json.loads(options)
-    return make_problem(*shapes, dtypes, scale=told["scale"], causal=told["causal"], window=told["window"])
+    told = _told(options)
+    arrays = zip(told["arrays"], zip(shapes[3:], dtypes[3:], strict=True), strict=True)
+    numbers = {name: told[name] for name in ("scale", "causal", "window", "softcap", "dropout")}
+    return make_problem(*shapes[:3], dtypes[:3], **numbers, **dict(arrays))
 
 
 @functools.lru_cache(MAX_CALLS)
-def _launch(options: str, with_lse: bool, shapes, dtypes, kind: str, index: int, alignment: int):
-    """The prepared launch of row-major arrays on a device; None when there is nothing to launch."""
+def _launch(options: str, with_lse: bool, shapes, dtypes, kind: str, index: int, alignments):
+    """The prepared launch of row-major arrays on a device; None when there is nothing to launch.
+
+    ``shapes`` and ``dtypes`` are those of `_inputs`, ``alignments`` pairs of an operand and the bytes that divide its address, where 16 do not.
+    """
     problem = _problem(options, shapes, dtypes)
     if problem.is_empty:
         return None
-    facts = _facts(problem, NEEDS, kind, index, alignment)
-    with use_family(json.loads(options)["family"]):
+    facts = _facts(problem, _operands("forward", options), kind, index, alignments)
+    with use_family(_told(options)["family"]):
         plan = plan_call(problem, facts, with_lse, device_of(facts["q"]))
     _refuse_copies(plan)
     return family(plan.family).prepare(plan)
 
 
 @functools.lru_cache(MAX_CALLS)
-def _backward_plan(options: str, shapes, dtypes, kind: str, index: int, alignment: int):
-    told = json.loads(options)
+def _backward_plan(options: str, shapes, dtypes, kind: str, index: int, alignments):
+    told = _told(options)
     problem = _problem(options, shapes, dtypes)
-    given = BACKWARD_OPERANDS[: 7 if told.get("dlse") else 6]
-    facts = _facts(problem, given, kind, index, alignment)
+    facts = _facts(problem, _operands("backward", options), kind, index, alignments)
     with use_family(told["family"]):
         plan = plan_backward_call(problem, facts, tuple(told["needs"]), told["deterministic"], device_of(facts["q"]))
     _refuse_copies(plan)
@@ -279,18 +366,18 @@ def _workspace_bytes(options, shapes, dtypes) -> int:
     sizes = [0]
     for index in local_gpus():
         try:
-            sizes.append(_backward_plan(options, shapes, dtypes, "cuda", index, 16).workspace_bytes)
+            sizes.append(_backward_plan(options, shapes, dtypes, "cuda", index, ()).workspace_bytes)
         except UnsupportedError:  # said where it runs; it may run on the CPU
             continue
     return max(sizes) and max(sizes) + WORKSPACE_ALIGNMENT
 
 
-def _facts(problem, names, kind, index, alignment):
-    """Row-major arrays at addresses of an alignment, at worst."""
-    facts = {}
-    for name in names:
+def _facts(problem, names, kind, index, alignments):
+    """Row-major arrays; results are among them where their place is another than that of a new array."""
+    facts, alignments = {}, dict(alignments)
+    for name in dict.fromkeys((*names, *alignments)):
         shape, dtype = problem.shape_of(name), problem.dtype_of(name)
-        facts[name] = Facts(alignment, shape, contiguous_strides(shape, ITEMSIZE[dtype]), dtype, kind, index)
+        facts[name] = Facts(alignments.get(name, 16), shape, contiguous_strides(shape, ITEMSIZE[dtype]), dtype, kind, index)
     return facts
 
 
@@ -369,7 +456,7 @@ _METADATA = 1
 _INITIALIZE, _EXECUTE = 2, 3
 _STRING = 4
 _CAN_BE_CAPTURED = 1  # into a CUDA graph
-_DTYPES = {10: "float16", 16: "bfloat16", 11: "float32", 12: "float64"}
+_DTYPES = {1: "bool", 4: "int32", 5: "int64", 10: "float16", 16: "bfloat16", 11: "float32", 12: "float64"}
 _INVALID_ARGUMENT, _UNIMPLEMENTED, _INTERNAL = 3, 12, 13
 
 
@@ -405,75 +492,114 @@ def _tell_metadata(frame, api):
 
 
 def _run(direction, platform, frame, api):
-    arguments, results = _read(frame.arguments), _read(frame.results)
-    span = _Span.from_address(frame.attributes.items[0])
-    options = ctypes.string_at(span.data, span.size).decode()
+    options, *seed = _read_strings(frame.attributes)  # sorted by name
+    buffers = _read(frame.arguments) + _read(frame.results)
     index = 0 if platform == "cpu" else _ask(api, "device_ordinal_get", _DeviceOrdinalGet, frame.context).ordinal
     execute = frame.stage == _EXECUTE
     stream = _ask(api, "stream_get", _StreamGet, frame.context).stream if execute and platform != "cpu" else 0
-    (_run_forward if direction == "forward" else _run_backward)(options, arguments, results, platform, index, stream, execute)
+    _serve(direction, options, int(seed[0]) if seed else 0, buffers, platform, index, stream, execute)
 
 
-def _run_forward(options, arguments, results, platform, index, stream, execute):
-    addresses = [buffer.data for buffer in (*arguments, *results)]
-    shapes, dtypes = tuple(_folded(_shape(buffer)) for buffer in arguments), tuple(_DTYPES[buffer.dtype] for buffer in arguments)
-    launch = _launch(options, len(results) == 2, shapes, dtypes, platform, index, _alignment(addresses))
-    if execute and launch is not None:
-        launch((*addresses[:4], addresses[4] if len(results) == 2 else 0), stream)
-
-
-def _run_backward(options, arguments, results, platform, index, stream, execute):
-    told = json.loads(options)
-    needs = told["needs"]
-    primals = arguments[1:4]
-    dtypes = tuple(_DTYPES[buffer.dtype] for buffer in primals)
-    room = results[-1] if len(results) > len(needs) else None
-    operands = dict(zip(BACKWARD_OPERANDS, arguments, strict=False)) | {f"d{name}": buffer for name, buffer in zip(needs, results, strict=False)}
-    addresses = {name: buffer.data for name, buffer in operands.items()}
-
-    shapes = tuple(_folded(_shape(buffer)) for buffer in primals)
-    if 0 in shapes[0]:  # vmap over nothing
+def _serve(direction, options, seed, buffers, platform, index, stream, execute):
+    addresses = [buffer.data for buffer in buffers]
+    together = functools.reduce(int.__or__, addresses)
+    kind = tuple(_shape(buffer) for buffer in buffers), tuple(buffer.dtype for buffer in buffers), platform, index
+    service = _service(direction, options, *kind, tuple(_alignment(at) for at in addresses) if together & 15 else None)
+    if not execute or service is None:
         return
-    parts, steps = 1, {}
-    launch, needed = _backward_launch(options, shapes, dtypes, platform, index, _alignment(addresses.values()))
-    if platform != "cpu" and needed and needed + WORKSPACE_ALIGNMENT > _size(room):
-        # Under vmap the room is that of the parts together, which need not do for all of them as one: then one after the other.
-        parts = math.prod(_shape(primals[0])[:-4])
-        steps = {name: _size(buffer) // parts for name, buffer in operands.items()}
-        alignment = _alignment([*addresses.values(), *steps.values()])
-        launch, needed = _backward_launch(options, tuple(_shape(buffer)[-4:] for buffer in primals), dtypes, platform, index, alignment)
-        if needed + WORKSPACE_ALIGNMENT > _size(room):
-            raise ValueError(f"the gradients need {needed} bytes of workspace on GPU {index} and got {_size(room)}; it was traced for other GPUs")
-    if not execute:
-        return
-    if needed:
-        own = np.empty(needed + WORKSPACE_ALIGNMENT, np.uint8) if platform == "cpu" else None
-        addresses["workspace"] = (room.data if own is None else own.ctypes.data) + WORKSPACE_ALIGNMENT - 1 & -WORKSPACE_ALIGNMENT
-    for part in range(parts):
-        launch(tuple(addresses[name] + part * steps.get(name, 0) if name in addresses else 0 for name in BACKWARD_OPERANDS), stream)
+    addresses += [0, seed]
+    if service.workspace_bytes:
+        own = np.empty(service.workspace_bytes + WORKSPACE_ALIGNMENT, np.uint8) if platform == "cpu" else None
+        addresses.append(aligned_workspace(buffers[-1].data if own is None else own.ctypes.data))
+    for offsets in service.offsets:
+        service.launch(tuple(addresses[place] + offset for place, offset in zip(service.order, offsets, strict=True)), stream)
+
+
+@dataclass(frozen=True, slots=True)
+class _Service:
+    """What calls of a kind launch.
+
+    Attributes
+    ----------
+    launch : Launch
+    workspace_bytes : int
+    order : tuple of int
+        For each operand of the launch, the place of its address: in the list of the buffers, a 0, the seed and the workspace.
+    offsets : tuple of tuple of int
+        For each launch, the bytes from there to what it works on.
+    """
+
+    launch: Callable
+    workspace_bytes: int
+    order: tuple[int, ...]
+    offsets: tuple[tuple[int, ...], ...]
+
+
+@functools.lru_cache(MAX_CALLS)
+def _service(direction: str, options: str, shapes, dtypes, platform: str, index: int, alignments) -> _Service | None:
+    """What to launch for the buffers of a call, which with the axes of ``vmap`` hold one problem or several. None when there is nothing.
+
+    ``alignments`` are those of the buffers' addresses, None where 16 bytes divide all of them.
+    """
+    told = _told(options)
+    inputs = _operands(direction, options)
+    written = ("out", "lse")[: len(shapes) - len(inputs)] if direction == "forward" else tuple(f"d{name}" for name in told["needs"])
+    names = inputs + written
+    room = math.prod(shapes[-1]) if len(shapes) > len(names) else 0
+    shapes, dtypes = dict(zip(names, shapes, strict=False)), {name: _DTYPES[code] for name, code in zip(names, dtypes, strict=False)}
+    alignments = dict.fromkeys(names, 16) if alignments is None else dict(zip(names, alignments, strict=False))
+    outer = len(shapes["q"]) - 4
+    axes = shapes[written[0]][:outer]
+    if 0 in axes:
+        return None
+
+    def prepare(shapes, alignments):
+        """(launch, bytes of its workspace)."""
+        arrays = _inputs(options)
+        less = tuple((name, n) for name, n in alignments.items() if n < 16)
+        kind = tuple(shapes[name] for name in arrays), tuple(dtypes[name] for name in arrays), platform, index, less
+        return _backward_launch(options, *kind) if direction == "backward" else (_launch(options, len(written) == 2, *kind), 0)
+
+    joined, offsets = join(shapes, axes, told["dropout"] > 0), [{}]
+    launch, needed = (None, 0) if joined is None else prepare(joined, alignments)
+    # The room is that of the parts together, which need not do for all of them as one: then one after the other.
+    if joined is None or (platform != "cpu" and needed and needed + WORKSPACE_ALIGNMENT > room):
+        step = {name: steps(shapes[name], outer, ITEMSIZE[dtypes[name]]) for name in names}
+        alignments = {name: _alignment(n, *step[name]) for name, n in alignments.items()}
+        offsets = [{name: sum(i * n for i, n in zip(part, step[name], strict=True)) for name in names} for part in np.ndindex(axes)]
+        launch, needed = prepare({name: shape[outer:] for name, shape in shapes.items()}, alignments)
+        if platform != "cpu" and needed and needed + WORKSPACE_ALIGNMENT > room:
+            raise ValueError(f"the gradients need {needed} bytes of workspace on GPU {index} and got {room}; it was traced for other GPUs")
+    if launch is None:
+        return None
+    order = operands_with(tuple(told["arrays"]), told["dropout"] > 0, direction)
+    nothing = len(names) + (room > 0)
+    places = {name: n for n, name in enumerate(names)} | {"seed": nothing + 1, "workspace": nothing + 2 if needed else nothing}
+    return _Service(
+        launch=launch,
+        workspace_bytes=needed,
+        order=tuple(places.get(name, nothing) for name in order),
+        offsets=tuple(tuple(part.get(name, 0) for name in order) for part in offsets),
+    )
 
 
 def _read(buffers):
     return [_Buffer.from_address(buffers.items[i]) for i in range(buffers.size)]
 
 
+def _read_strings(attributes):
+    spans = (_Span.from_address(attributes.items[i]) for i in range(attributes.size))
+    return [ctypes.string_at(span.data, span.size).decode() for span in spans]
+
+
 def _shape(buffer):
     return tuple(buffer.dims[: buffer.rank])
 
 
-def _size(buffer) -> int:
-    """Bytes of a buffer; 0 for None."""
-    return 0 if buffer is None else math.prod(_shape(buffer)) * ITEMSIZE.get(_DTYPES.get(buffer.dtype), 1)
-
-
-def _alignment(numbers) -> int:
+def _alignment(*numbers) -> int:
+    """The largest power of two, up to 16, that divides all."""
     together = functools.reduce(int.__or__, numbers)
     return min(16, together & -together or 16)
-
-
-def _folded(shape):
-    """vmap puts its axes first; they are more batch entries."""
-    return (math.prod(shape[:-3]), *shape[-3:])
 
 
 def _ask(api, function, struct, context):

@@ -32,6 +32,12 @@ OPTIONS = ("mask", "bias", "alibi_slopes", "sinks", "seqlens_q", "seqlens_k")
 DIFFERENTIABLE_OPTIONS = ("bias", "sinks")
 """Those of them that have gradients."""
 
+DIFFERENTIABLE = NEEDS + DIFFERENTIABLE_OPTIONS
+"""Inputs that may have gradients."""
+
+CONSTANT_OPTIONS = tuple(name for name in OPTIONS if name not in DIFFERENTIABLE_OPTIONS)
+"""Arrays that have none."""
+
 MAX_HEAD_DIM = 256
 MAX_SEQLEN = 2**30  # row and key numbers, and their sums with the offset, stay within int32
 MAX_SCALE = (2 - 2**-23) * 2.0**127 / math.log2(math.e)  # but for float64
@@ -544,7 +550,7 @@ def check_needs(needs, options=()) -> tuple[str, ...]:
         names = list(needs)
     except TypeError:
         raise TypeError(f'needs must be a tuple of "q", "k" and "v"; got {needs!r}') from None
-    allowed = NEEDS + tuple(name for name in DIFFERENTIABLE_OPTIONS if name in options)
+    allowed = tuple(name for name in DIFFERENTIABLE if name in NEEDS or name in options)
     for name in names:
         if isinstance(name, str) and name in DIFFERENTIABLE_OPTIONS and name not in allowed:
             raise ValueError(f'needs holds "{name}", but no {name} was given; got needs={needs!r}')
@@ -552,6 +558,11 @@ def check_needs(needs, options=()) -> tuple[str, ...]:
             listed = ", ".join(f'"{each}"' for each in allowed[:-1])
             raise ValueError(f'needs must hold nothing but {listed} and "{allowed[-1]}"; got {name!r}')
     return tuple(name for name in allowed if name in names)
+
+
+def gradient_missing(name: str, instead: str) -> UnsupportedError:
+    """The error for an array that would be differentiated and has no gradient; ``instead`` is what to pass in its place."""
+    return UnsupportedError(f"{name} requires a gradient, which numbaflash.attention does not compute. Pass {instead}")
 
 
 def check_saved(name, shape, dtype, *, want_shape, want_dtype):

@@ -21,6 +21,9 @@ from . import api
 from .arrays.torch import TORCH, recorded
 from .dispatch import forced_family, use_family
 from .problem import (
+    CONSTANT_OPTIONS,
+    DIFFERENTIABLE,
+    NEEDS,
     OPTIONS,
     UnsupportedError,
     check_causal,
@@ -30,15 +33,11 @@ from .problem import (
     check_seed,
     check_softcap,
     check_window,
+    gradient_missing,
     make_problem,
 )
 
 __all__ = ["attention", "replace_sdpa", "scaled_dot_product_attention"]
-
-NAMES = ("q", "k", "v")
-DIFFERENTIABLE = (*NAMES, "bias", "sinks")
-CONSTANT = tuple(name for name in OPTIONS if name not in DIFFERENTIABLE)
-"""Tensors that have no gradient."""
 
 SECOND_DERIVATIVES = (
     "the gradients of numbaflash.attention cannot be differentiated again (second derivatives, as for a gradient penalty or a Hessian). "
@@ -121,7 +120,7 @@ def attention(
     >>> q.grad.shape
     torch.Size([1, 32, 4, 16])
     """
-    for name, x in zip(NAMES, (q, k, v), strict=True):
+    for name, x in zip(NEEDS, (q, k, v), strict=True):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a torch tensor; got {type(x).__name__}")
     deterministic = check_flag("deterministic", deterministic) or torch.are_deterministic_algorithms_enabled()
@@ -141,7 +140,7 @@ def attention(
         return (out, lse) if check_flag("return_lse", return_lse) else out
     if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, bias, sinks))):
         return api.forward(q, k, v, **options, **more, return_lse=return_lse)
-    constant = {name: more[name] for name in CONSTANT if more[name] is not None}
+    constant = {name: more[name] for name in CONSTANT_OPTIONS if more[name] is not None}
     return _Attention.apply(q, k, v, bias, sinks, constant, options, return_lse, deterministic)
 
 
@@ -155,8 +154,8 @@ def _check_constant(tensors):
     for name, x in tensors.items():
         if x is not None and not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a torch tensor; got {type(x).__name__}")
-        if name in CONSTANT and x is not None and x.requires_grad and torch.is_grad_enabled():
-            raise UnsupportedError(f"{name} requires a gradient, which numbaflash.attention does not compute. Pass {name}.detach()")
+        if name in CONSTANT_OPTIONS and x is not None and x.requires_grad and torch.is_grad_enabled():
+            raise gradient_missing(name, f"{name}.detach()")
 
 
 def _autocast(x, dtype):
@@ -166,14 +165,14 @@ def _autocast(x, dtype):
 
 def _refuse_transformations(q, k, v):
     if torch._C._are_functorch_transforms_active():
-        for name, x in zip(NAMES, (q, k, v), strict=True):
+        for name, x in zip(NEEDS, (q, k, v), strict=True):
             if torch._C._functorch.is_functorch_wrapped_tensor(x) or (torch.is_grad_enabled() and x.requires_grad):
                 raise TypeError(
                     f"{name} is traced by torch.func (vmap, grad, jvp, ...), and numbaflash.attention cannot be transformed by it. "
                     "Use autograd (torch.autograd.grad, backward()), and the batch axis in place of vmap"
                 )
     if getattr(forward_ad, "_current_level", -1) >= 0:
-        for name, x in zip(NAMES, (q, k, v), strict=True):
+        for name, x in zip(NEEDS, (q, k, v), strict=True):
             if forward_ad.unpack_dual(x).tangent is not None:
                 raise UnsupportedError(f"{name} carries a tangent: numbaflash.attention has no forward-mode derivative (jvp); use backward()")
 
@@ -229,7 +228,7 @@ def _gradients(dout, dlse, q, k, v, out, lse, *more):
     given = dict(zip(names, tensors, strict=True))
     with use_family(family or forced_family()):
         gradients = api.backward(dout, q, k, v, out, lse, dlse=dlse, needs=needs, **options, **given)
-    further = dict(zip((name for name in needs if name not in NAMES), gradients[3:], strict=True))
+    further = dict(zip((name for name in needs if name not in NEEDS), gradients[3:], strict=True))
     return *gradients[:3], further.get("bias"), further.get("sinks")
 
 
@@ -346,7 +345,7 @@ def _attention_operator(q, k, v, *arguments):
 
 @_attention_operator.register_fake
 def _attention_shapes(q, k, v, *arguments):
-    for name, x in zip(NAMES, (q, k, v), strict=True):
+    for name, x in zip(NEEDS, (q, k, v), strict=True):
         if x.dim() != 4:
             raise ValueError(f"{name} must have 4 axes (batch, seqlen, heads, head_dim); got {x.dim()} axes, shape {tuple(x.shape)}")
     shapes = [tuple(x.shape) for x in (q, k, v)]

@@ -548,7 +548,7 @@ class FakeGpuCall:
         self.memory = [np.zeros((*batches, *shape), np.float32) for shape in shapes] + [np.zeros((*batches, 4, 9), np.float32)]
         self.results = [np.zeros((*batches, 9, 4, 16), np.float32), np.zeros((*batches, 13, 2, 24), np.float32), np.zeros((*lead, room), np.uint8)]
 
-        def prepared(options, shapes, dtypes, kind, index, alignment):
+        def prepared(options, shapes, dtypes, kind, index, alignments):
             assert kind == "cuda" and index == 0 and dtypes == ("float32",) * 3
             return (lambda *call: self.launches.append((shapes[0], *call))), needed(shapes[0][0])
 
@@ -563,8 +563,10 @@ class FakeGpuCall:
             self.kept.append(dims)
             return glue._Buffer(dtype=11 if x.dtype == np.float32 else 6, data=x.ctypes.data, rank=x.ndim, dims=dims)
 
-        options = json.dumps({"needs": ["q", "v"], "family": None, "deterministic": False})
-        glue._run_backward(options, [buffer(x) for x in self.memory], [buffer(x) for x in self.results], "cuda", 0, 77, True)
+        options = json.dumps({"needs": ["q", "v"], "arrays": [], "dropout": 0.0, "family": None, "deterministic": False})
+        glue._service.cache_clear()
+        glue._serve("backward", options, 0, [buffer(x) for x in (*self.memory, *self.results)], "cuda", 0, 77, True)
+        glue._service.cache_clear()
         return self.launches
 
 
