@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import itertools
 import json
 import math
 import os
@@ -280,51 +279,34 @@ def test_checkpoint_and_scan():
 # vmap
 
 
-def element_by_element(run, axes, *arrays):
-    """What vmap means."""
-    n = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
-    found = [run(*(x if axis is None else jnp.take(x, i, axis) for x, axis in zip(arrays, axes, strict=True))) for i in range(n)]
-    return jax.tree.map(lambda *x: jnp.stack(x), *found)
-
-
-def assert_vmap(run, axes, *arrays):
-    for got in (jax.vmap(run, axes)(*arrays), jax.jit(jax.vmap(run, axes))(*arrays)):
-        for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(element_by_element(run, axes, *arrays)), strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
-
-
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])
 @pytest.mark.parametrize("batch", [1, B])
 @pytest.mark.parametrize("name", NAMES)
-def test_vmap_is_a_loop(name, batch):
-    """Of values and gradients, with options that differ and options that are the same, beside q, k and v likewise."""
-    numbers, arrays = options(name)
-    cut = {key: x[:batch] if x.shape[0] == B and key != "sinks" else x for key, x in arrays.items()}
-    qkv = given(dict(zip(NEEDS, made(batch=batch), strict=True)))
-    more = given(cut)
-    several = {key: jnp.stack([x, jnp.flip(x, -1), x]) for key, x in more.items()}
-    q = jnp.stack([qkv["q"], 2 * qkv["q"], -qkv["q"]], 1)
-    k = jnp.stack([qkv["k"], qkv["k"] / 2, qkv["k"][:, ::-1]], 2)
+def test_vmap_is_a_loop(name, batch, jitted):
+    """Of values and gradients, whichever of the arrays differ from element to element."""
+    numbers, more = options(name)
+    more = {key: x[:batch] if x.shape[0] == B and key != "sinks" else x for key, x in more.items()}
+    arrays = given(dict(zip(NEEDS, made(batch=batch), strict=True)) | more)
 
-    def run(q, k, v, more):
-        leaves = {"q": q, "k": k, "v": v} | {key: x for key, x in more.items() if key in DIFFERENTIABLE}
-        constant = {key: x for key, x in more.items() if key not in leaves}
-        results = numbaflash.attention(**leaves, **constant, **numbers, return_lse=True)
-        loss = lambda leaves: (numbaflash.attention(**leaves, **constant, **numbers) ** 2).sum()  # noqa: E731
-        return jax.tree.map(lambda x: jnp.where(jnp.isinf(x), 0, x), results), jax.grad(loss)(leaves)
+    def run(arrays):
+        leaves = {key: x for key, x in arrays.items() if key in DIFFERENTIABLE}
+        constant = {key: x for key, x in arrays.items() if key not in leaves}
 
-    for keys, which in itertools.product((2, None), (0, None)):
-        axes = (1, keys, None, which)
-        arrays = q, k if keys else qkv["k"], qkv["v"], several if which == 0 else more
-        if which is None:
-            run_one, axes, arrays = (lambda q, k, v: run(q, k, v, more)), axes[:3], arrays[:3]
-            assert_vmap(run_one, axes, *arrays)
-        else:
-            for got in (jax.vmap(run, axes)(*arrays), jax.jit(jax.vmap(run, axes))(*arrays)):
-                for i in range(3):
-                    own = {key: x[i] for key, x in several.items()}
-                    want = run(q[:, i], k[:, :, i] if keys else qkv["k"], qkv["v"], own)
-                    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-                        np.testing.assert_allclose(one[i], other, rtol=1e-5, atol=1e-5)
+        def loss(leaves):
+            out, lse = numbaflash.attention(**leaves, **constant, **numbers, return_lse=True)
+            return (out**2).sum() + jnp.where(jnp.isinf(lse), 0, lse).mean(), (out, lse)
+
+        return jax.grad(loss, has_aux=True)(leaves)
+
+    for differing in (set(arrays), {"q", "k", "v"}, {"q", *more}, {"k"}):
+        axes = {key: 1 if key in differing else None for key in arrays}
+        several = {key: jnp.stack([x, jnp.flip(x, -1), x], 1) if key in differing else x for key, x in arrays.items()}
+        mapped = jax.vmap(run, (axes,))
+        got = (jax.jit(mapped) if jitted else mapped)(several)
+        for i in range(3):
+            want = run({key: x[:, i] if key in differing else x for key, x in several.items()})
+            for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+                np.testing.assert_allclose(one[i], other, rtol=1e-5, atol=1e-5)
 
 
 def test_gradients_of_a_vmap():
