@@ -479,6 +479,43 @@ def test_elements_on_a_gpu_one_after_the_other(monkeypatch):
         assert at["workspace"] % 256 == 0 and 0 <= at["workspace"] - results[2].ctypes.data < 256
 
 
+@pytest.fixture
+def on_a_gpu():
+    try:
+        where = jax.devices("cuda")[0]
+    except RuntimeError:
+        pytest.skip("this JAX has no CUDA")
+    with jax.default_device(where):
+        yield
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("name", NAMES)
+def test_gpu_against_the_reference(name):
+    numbers, arrays = options(name)
+    check(given(dict(zip(NEEDS, made(), strict=True)) | arrays), numbers)
+    check(given(dict(zip(NEEDS, made(), strict=True)) | arrays, "bfloat16"), numbers, "bfloat16", jitted=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_a_gpu")
+def test_gpu_elements_one_after_the_other():
+    """More launches than XLA makes a CUDA graph of, each time with other values."""
+    numbers, arrays = options("all")
+    arrays = given(dict(zip(NEEDS, made(), strict=True)) | arrays)
+    run = jax.jit(jax.vmap(lambda q: differentiated(arrays | {"q": q}, numbers, jnp.ones((B, SQ, H, DV)), jnp.zeros((B, H, SQ)))))
+    for factor in (1.0, 0.5, 2.0):
+        queries = jnp.stack([arrays["q"] * factor * i for i in range(1, 5)])
+        out, lse, gradients = run(queries)
+        for i, q in enumerate(queries):
+            want = exact(arrays | {"q": q}, numbers, np.ones((B, SQ, H, DV)))
+            assert_near(out[i], want[0])
+            assert_near(lse[i], want[1])
+            for key, x in gradients.items():
+                assert_near(x[i], want[2][key], times=64)
+
+
 # Several devices
 
 
