@@ -139,8 +139,9 @@ def attention(
     scale, dropout = None if scale is None else check_scale(scale, 1), check_dropout(dropout)
     return_lse, deterministic = check_flag("return_lse", return_lse), check_flag("deterministic", deterministic)
     options = _options(arrays, scale, check_causal(causal), check_window(window), check_softcap(softcap), dropout, deterministic=deterministic)
+    seed = check_seed(seed, dropout)
     _build_early(options, return_lse, arrays)
-    return _differentiable(options, check_seed(seed, dropout), return_lse)(*_varying_alike(*arrays.values()))
+    return _differentiable(options, seed if dropout else 0, return_lse)(*_varying_alike(*arrays.values()))
 
 
 def forward(q, k, v, *, scale, causal, window, return_lse, softcap=None, dropout=0.0, seed=0, **arrays):
@@ -148,7 +149,7 @@ def forward(q, k, v, *, scale, causal, window, return_lse, softcap=None, dropout
     arrays = {"q": q, "k": k, "v": v} | {name: arrays[name] for name in OPTIONS if arrays.get(name) is not None}
     options = _options(arrays, scale, causal, window, softcap, dropout)
     _build_early(options, return_lse, arrays)
-    return _operation(options, seed, return_lse, _FORWARD_ONLY)(*_varying_alike(*arrays.values()))
+    return _operation(options, seed if dropout else 0, return_lse, _FORWARD_ONLY)(*_varying_alike(*arrays.values()))
 
 
 def _present(arrays):

@@ -204,6 +204,11 @@ def test_a_new_seed_prepares_no_new_launch():
     before = glue._launch.cache_info().misses, glue._backward_plan.cache_info().misses
     jax.grad(lambda q: numbaflash.attention(q, k, v, dropout=0.5, seed=12).sum())(q)
     assert (glue._launch.cache_info().misses, glue._backward_plan.cache_info().misses) == before
+    for attention in (numbaflash.attention, numbaflash.forward):
+        attention(q, k, v, dropout=0.0, seed=11)
+        before = glue._operation.cache_info().misses
+        attention(q, k, v, dropout=0.0, seed=12)
+        assert glue._operation.cache_info().misses == before, "without dropout, no new program either"
 
 
 def test_what_is_hidden_may_hold_anything():
