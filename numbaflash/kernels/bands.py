@@ -19,13 +19,14 @@ NEVER = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """What is compiled in: tile sizes, heads that share a tile, and whether the band is bounded on a side."""
+    """What is compiled in: tile sizes, heads that share a tile, whether the band is bounded on a side, and whether tiles may lie past the last query."""
 
     q_tile: int
     kv_block: int
     pack: int
     left: bool
     right: bool
+    padded: bool = False
 
     def _blocks(self, ops, row, last_row, bounds):
         """First block that the rows see, and one past the last."""
@@ -33,6 +34,8 @@ class Band:
         first, end = ops.integer(0), (seqlen_k + (self.kv_block - 1)) // self.kv_block
         if self.right:
             end = ops.maximum(ops.minimum(end, (last_row // self.pack + offset + right) // self.kv_block + 1), 0)
+        if self.padded:
+            end = ops.select(row <= last_row, end, 0)
         if self.left:
             first = ops.maximum(ops.minimum((row // self.pack + offset - left) // self.kv_block, end), 0)
         return [first, end]

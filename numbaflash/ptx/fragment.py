@@ -140,12 +140,14 @@ def _shuffle_xor(builder, x, lanes):
     return emit(builder, llvm_f32, [x], text, "=f,f")
 
 
-def online_softmax(columns, hold):
+def online_softmax(columns, hold, lowest=False):
     """One step of the online softmax: ``f(s, statistics, scale) -> (p, statistics, held)``.
 
     m is the new maximum of the two rows over the quad and what came before, ``p = exp2((s - m) * scale)``,
     ``a = exp2((m_before - m) * scale)`` is what everything before has to be multiplied by, and l becomes
     ``l * a + sum(p)`` over the thread's own elements of a row. A row that has seen only -inf is shifted by 0.
+
+    With ``lowest``, scores may be as low as float32 goes, so that only their differences can be multiplied.
 
     The sums start from the old ones: ptxas then computes a first, and the rescaling of the output hides behind the
     exponentials. ``held`` are the sums after ``hold`` elements of the two rows, for `hold_back`.
@@ -157,7 +159,7 @@ def online_softmax(columns, hold):
     def generate(builder, args, llvm_result):
         scores, scale = unpack(builder, args[0], count), args[2]
         before, l = unpack(builder, args[1], 2), [builder.extract_value(args[1], 2 + row) for row in (0, 1)]
-        m, minus_shift, a = [], [], []
+        m, shift, a = [], [], []
         for row in (0, 1):
             top = _maximum(builder, [x for i, x in enumerate(scores) if _row(i) == row] + [before[row]])
             for lanes in (1, 2):
@@ -166,8 +168,11 @@ def online_softmax(columns, hold):
         for row in (0, 1):
             base = builder.select(builder.fcmp_ordered("==", m[row], minus_inf), zero, m[row])  # -inf - -inf would be NaN
             a.append(_exp2(builder, builder.fmul(builder.fsub(before[row], base), scale)))
-            minus_shift.append(_negate(builder, builder.fmul(base, scale)))
-        p = [_exp2(builder, _fma(builder, s, scale, minus_shift[_row(i)])) for i, s in enumerate(scores)]
+            shift.append(base if lowest else _negate(builder, builder.fmul(base, scale)))
+        if lowest:
+            p = [_exp2(builder, builder.fmul(builder.fsub(s, shift[_row(i)]), scale)) for i, s in enumerate(scores)]
+        else:
+            p = [_exp2(builder, _fma(builder, s, scale, shift[_row(i)])) for i, s in enumerate(scores)]
         sums, held = [], []
         for row in (0, 1):
             values = [x for i, x in enumerate(p) if _row(i) == row]

@@ -19,3 +19,6 @@ warpgroup_of = straight_line(int32, (int32,), lambda ops, thread: thread >> 7)
 
 within_warpgroup = straight_line(int32, (int32,), lambda ops, thread: thread & 127)
 """Number of a thread of the block in its warpgroup."""
+
+within_warp = straight_line(int32, (int32,), lambda ops, thread: thread & 31)
+"""Lane of a thread of the block."""

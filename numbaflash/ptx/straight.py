@@ -10,6 +10,7 @@ Tuples come in as lists and are returned as lists. Arrays come in with ``shape``
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 import numpy as np
@@ -181,6 +182,15 @@ _PTX = {  # type, register, zero
     _I16: ("u16", "h", "0"),
     llvm_i32: ("b32", "r", "0"),
     _I64: ("b64", "l", "0"),
+}
+
+
+_FETCHED = {  # result, register, type of its move, zero
+    "u8": (llvm_i32, "r", "b32", "0"),
+    "u16": (llvm_i32, "r", "b32", "0"),
+    "b32": (llvm_i32, "r", "b32", "0"),
+    "s64": (_I64, "l", "b64", "0"),
+    "f32": (llvm_f32, "f", "f32", "0f00000000"),
 }
 
 
@@ -404,6 +414,28 @@ class GpuOps:
         args = [address.value, self.builder.zext(valid.value, llvm_i32)]
         return Register(self.builder, emit(self.builder, llvm_f32, args, text, "=&f,l,r,~{memory}"))
 
+    def fetch(self, kind, address, step, count=None, bound=0):
+        """What lies ``step`` (a constant) bytes from an address (int64) of global memory that no kernel is writing: "u8", "u16" and "b32" as int32,
+        "s64" as int64, "f32" as float32. With a ``count``, 0 and no access unless it is above the constant ``bound``."""
+        result, register, move, zero = _FETCHED[kind]
+        load = f"ld.global.nc.{kind} $0, [$1+{step}];" if kind != "s64" else f"ld.global.nc.b64 $0, [$1+{step}];"
+        if count is None:
+            return Register(self.builder, emit(self.builder, result, [address.value], load, f"={register},l"))
+        text = f"{{.reg .pred p; setp.gt.s32 p, $2, {bound}; mov.{move} $0, {zero}; @p {load}}}"
+        return Register(self.builder, emit(self.builder, result, [address.value, count.value], text, f"=&{register},l,r"))
+
+    def pair(self, dtype, word):
+        """The float32 values of the lower and the upper half of an int32 that holds two float16 or bfloat16."""
+        builder = self.builder
+        if dtype == "float16":
+            halves = ("{.reg .b16 h, u; mov.b32 {h, u}, $1; cvt.f32.f16 $0, h;}", "{.reg .b16 h, u; mov.b32 {h, u}, $1; cvt.f32.f16 $0, u;}")
+            return [self._pure(llvm_f32, text, "=f,r", word) for text in halves]
+        return [self.as_float(word << 16), self.as_float(word & -65536)]
+
+    def as_float(self, word):
+        """The float32 of the bits of an int32."""
+        return Register(self.builder, self.builder.bitcast(word.value, llvm_f32))
+
     def copy_row(self, memory, index, step, place, count, valid):
         """Start cp.async of elements (4, 8 or 16 bytes) along the last axis to ``index + step`` of shared memory; zeros, and no
         access, unless valid."""
@@ -536,6 +568,29 @@ class SimulatorOps:
     def add_to(place, value):
         array, indices = place
         array[indices] += value
+
+    @staticmethod
+    def fetch(kind, address, step, count=None, bound=0):
+        given, result = {"u8": ("u1", "i4"), "u16": ("u2", "i4"), "b32": ("i4", "i4"), "s64": ("i8", "i8"), "f32": ("f4", "f4")}[kind]
+        if count is not None and not count > bound:
+            return np.dtype(result).type(0)
+        size = np.dtype(given).itemsize
+        return np.frombuffer(ctypes.string_at(int(address) + step, size), given)[0].astype(result)
+
+    @staticmethod
+    def pair(dtype, word):
+        halves = np.int32(word).reshape(1).view(np.uint16)
+        return list(halves.view(np.float16).astype(np.float32) if dtype == "float16" else (halves.astype(np.uint32) << 16).view(np.float32))
+
+    @staticmethod
+    def as_float(word):
+        return np.int32(word).view(np.float32)
+
+    @staticmethod
+    def reciprocal(x):
+        return np.float32(1) / x
+
+    log2 = staticmethod(np.log2)
 
     @classmethod
     def copy_row(cls, memory, index, step, place, count, valid):

@@ -10,6 +10,12 @@ shuffle_index = instruction("shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", I
 elect = instruction("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 $0, 1, 0, p;}", U32)
 """1 in one lane of a converged warp, 0 in the others; ptxas needs no divergence loop around what that lane issues."""
 
+ballot = instruction("{.reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff;}", I32, I32)
+"""``ballot(number)``: the lanes of the warp whose number is not 0, a bit each."""
+
+sync = instruction("bar.warp.sync 0xffffffff;", VOID)
+"""Wait for the other lanes of the warp, and see what they have written."""
+
 barrier_sync = instruction("bar.sync $0, $1;", VOID, U32, U32)
 """Named barrier: arrive and wait until so many threads have arrived (barrier number, threads)."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,11 @@ from ...dispatch import Device, Launch, Layouts, Plan, missing, operands
 from ...problem import ITEMSIZE, Problem, trim_keys
 from ..sections import choose_section
 from .config import ELEMENTS, SharedMemory, forward_config, kv_blocks
+from .options import FEATURES, kernel_keys
 from .tensor_maps import packed_rows_map, refusal, row_major, rows_map
 
 NONFINITE_VALUES_SPREAD = True
 """NaN or infinity in a value that some query sees may reach other queries of its tile: the tensor core multiplies it by their weight of 0."""
-
-FEATURES = frozenset()
-"""`Problem.features` that the kernel has."""
 
 _BUILD = "numbaflash.kernels.sm90.forward:build"
 _ARCH = (9, 0, "a")
@@ -48,8 +47,8 @@ def supports(problem: Problem, device: Device, features: frozenset[str] = FEATUR
 
 def plan(problem: Problem, layouts: Layouts, device: Device) -> Plan:
     """Choose tiles and grid, and which operands must be copied because TMA cannot read them in place."""
-    trimmed, _ = trim_keys(problem)
-    config = forward_config(trimmed)
+    trimmed, _ = kernel_keys(problem)
+    config = forward_config(problem, layouts)
     copies, seen = {}, {}
     for name in ("q", "k", "v", "out"):
         layout = getattr(layouts, name)
@@ -67,7 +66,7 @@ def plan(problem: Problem, layouts: Layouts, device: Device) -> Plan:
         "sm90",
         problem,
         device,
-        Layouts(**seen, lse=lse),
+        replace(layouts, **seen, lse=lse),
         config,
         grid=(max(1, min(device.sm_count, tiles)),),
         threads=config.threads,
@@ -92,7 +91,7 @@ def prepare(plan: Plan) -> Launch:
         device=plan.device,
         operands=operands(plan.problem),
     )
-    first_key = trim_keys(plan.problem)[1]
+    first_key = kernel_keys(plan.problem)[1]
     if not first_key:
         return launch
     skip_k, skip_v = first_key * plan.layouts.k.strides[1], first_key * plan.layouts.v.strides[1]
@@ -111,14 +110,14 @@ def resources(plan: Plan) -> dict[str, Any]:
 
 def parameters(plan: Plan) -> list:
     """Kernel parameters of a plan, as the kernel lists them."""
-    problem, _ = trim_keys(plan.problem)  # keys that no query sees are not even loaded: whatever they hold stays outside
+    problem, _ = kernel_keys(plan.problem)  # keys that no query sees are not even loaded: whatever they hold stays outside
     config, layouts = plan.config, plan.layouts
     blocks_of_tile = kv_blocks(problem, config)
     columns = problem.batch * problem.heads // config.pack
     column_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype] // max(1, problem.group // config.pack)
     costs = tuple((blocks_of_tile + _TILE_COST).tolist())
     section = choose_section(costs, columns, plan.grid[0], column_bytes, _L2_BYTES, _SLOWER_PAST_L2, math.inf)
-    scale_log2 = abs(problem.scale or _TINY_SCALE) * math.log2(math.e)
+    scale_log2 = math.log2(math.e) * (1.0 if config.options.changes else abs(problem.scale or _TINY_SCALE))
     integers = (
         problem.seqlen_q,
         problem.seqlen_k,
@@ -142,4 +141,5 @@ def parameters(plan: Plan) -> list:
         toolchain.Pointer("lse"),
         *(toolchain.Scalar("int32", n) for n in integers),
         toolchain.Scalar("float32", scale),
+        *config.options.arguments(plan.problem, layouts),
     ]

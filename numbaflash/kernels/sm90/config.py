@@ -6,12 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...dispatch import Layouts
 from ...problem import Problem
+from .options import Options, kernel_keys
 
 MAX_SHARED = 232448  # bytes of shared memory that a block may have on sm_90
 ALIGNMENT = 1024  # of every tile: the 128-byte swizzle repeats every eight rows of 128 bytes
 ELEMENTS = {"float16": "f16", "bfloat16": "bf16"}
 REGISTERS = {2: (24, 240), 3: (32, 160), 4: (24, 112)}  # of producer and consumer threads, by number of consumers
+INSPECTORS = 3  # warps of the producer's warpgroup that issue no loads; see `unseen`
 ROOMY_PRODUCER = (40, 232)  # where the addresses of many panels would spill from 24 registers
 
 
@@ -70,6 +73,8 @@ class ForwardConfig(Warpgroups):
         The accumulator is rescaled between the issue of Q K^T and that of P V, not after the exponentials.
     negative_scale : bool
         Scores are negated, so that their maximum is the scaled maximum.
+    options : Options
+        What there is beside q, k, v and the band.
     """
 
     element: str
@@ -89,10 +94,16 @@ class ForwardConfig(Warpgroups):
     hold: int = 16
     rescale_first: bool = False
     negative_scale: bool = False
+    options: Options = Options()
 
     @property
     def consumers(self) -> int:
         return self.q_tile // 64
+
+    @property
+    def inspected(self) -> bool:
+        """Blocks of V may hold rows of keys that no query sees."""
+        return bool(self.options.mask or self.options.lengths or (self.options.dropout and self.left))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +146,7 @@ class SharedMemory:
         after = v + config.stages * v_bytes
         out = 0 if config.out_in_q else after
         barriers = after if config.out_in_q else after + config.consumers * out_bytes
-        scratch = barriers + 8 * (2 * config.q_stages * config.consumers + 4 * config.stages)
+        scratch = barriers + 8 * (2 * config.q_stages * config.consumers + (4 + config.inspected) * config.stages)
         return cls(
             qk_panels, v_panels, out_panels, rows_panel, kv_panel, q_bytes, q_stride, out_stride, k_bytes, v_bytes,
             q=0, k=k, v=v, out=out, barriers=barriers, scratch=scratch, total=scratch + 16 + ALIGNMENT,
@@ -170,8 +181,10 @@ def packed_heads(problem: Problem, q_tile: int) -> int:
     return pack if packed * 50 < apart * 49 else 1
 
 
-def forward_config(problem: Problem) -> ForwardConfig:
-    """The tuning choice for a problem: a pure function of it, measured on an H200 (docs/performance.md)."""
+def forward_config(problem: Problem, layouts: Layouts | None = None) -> ForwardConfig:
+    """The tuning choice for a problem: a pure function of it and of how its options lie (without layouts: row-major), measured on an H200
+    (docs/performance.md)."""
+    problem, whole = kernel_keys(problem)[0], problem
     d, dv = problem.head_dim, problem.head_dim_v
     widest = max(d, dv)
     banded = problem.left is not None or problem.right is not None
@@ -193,14 +206,25 @@ def forward_config(problem: Problem) -> ForwardConfig:
         tiles = {"q_tile": 128, "kv_block": 64, "out_parts": 2, "rescale_first": True}
     else:
         tiles = {"q_tile": 128, "kv_block": 80, "out_in_q": True, "rescale_first": True}
+    if problem.features:
+        tiles |= option_tiles(problem)
+    registers = ROOMY_PRODUCER if widest > 128 and d != dv else REGISTERS[tiles["q_tile"] // 64]
+    pack = 1 if problem.dropout else packed_heads(problem, tiles["q_tile"])  # random bits serve two queries of a head
+    options = Options.of(whole, layouts, pack)
     return ForwardConfig(
         element=ELEMENTS[problem.dtype],
         head_dim=d,
         head_dim_v=dv,
         left=problem.left is not None,
         right=problem.right is not None,
-        registers=ROOMY_PRODUCER if widest > 128 and d != dv else REGISTERS[tiles["q_tile"] // 64],
-        pack=packed_heads(problem, tiles["q_tile"]),
-        negative_scale=problem.scale < 0,
+        registers=registers if tiles["q_tile"] > 128 or not options else ROOMY_PRODUCER,
+        pack=pack,
+        negative_scale=problem.scale < 0 and not options.changes,
+        options=options,
         **tiles,
     )
+
+
+def option_tiles(problem: Problem) -> dict:
+    """What options change of the tiles: registers for what they read and draw, and blocks that start where random bits of dropout do."""
+    return {}

@@ -23,12 +23,14 @@ from numba.cuda import types
 from numba.cuda.types import UniTuple, float32, int32, uint64, void
 
 from ...ptx import fragment, mbarrier, pipeline, shared, tma, warp, wgmma
-from ...ptx.index import following, preceding, warpgroup_of, zero
+from ...ptx.index import following, preceding, warp_of, warpgroup_of, within_warp, zero
 from ...ptx.straight import straight_line
 from ...toolchain import KernelSource
 from ..bands import BOUNDS, Band
 from ..schedule import heads_of, tile_of_turn, tile_order
-from .config import ForwardConfig, SharedMemory
+from . import unseen
+from .config import INSPECTORS, ForwardConfig, SharedMemory
+from .scores import Scores, option_types
 
 inline = cuda.jit(device=True, inline="always")
 
@@ -41,7 +43,7 @@ STAGING = 5  # of the first consumer; one a consumer
 Ring = namedtuple("Ring", "k v k_full k_empty v_full v_empty")
 """Addresses of the first stages of K and V, and of their barriers."""
 
-Consumer = namedtuple("Consumer", "q limits lane turn next_turn scratch scale_log2")
+Consumer = namedtuple("Consumer", "q limits lane turn next_turn scratch scale_log2 seat options")
 """What a step of the main loop needs beside its state: the descriptor of the warpgroup's Q, the keys that the thread's rows see, ..."""
 
 NO_LSE = np.uint64(0)
@@ -57,7 +59,8 @@ def build(config: ForwardConfig) -> KernelSource:
     memory = SharedMemory.of(config)
     out_panels, v_panels = memory.out_panels, memory.v_panels
     rows_panel_bytes, kv_panel_bytes = memory.rows_panel_bytes, memory.kv_panel_bytes
-    band = Band(config.q_tile, kv_block, pack, has_left, has_right)
+    options_of, inspected = config.options, config.inspected
+    band = Band(config.q_tile, kv_block, pack, has_left, has_right, padded=options_of.seqlens_q is not None)
 
     # Instructions of exactly these tile shapes.
     scores = wgmma.product_shared(  # (64, kv_block) = Q (64, d) K^T (d, kv_block)
@@ -69,7 +72,8 @@ def build(config: ForwardConfig) -> KernelSource:
     wait_scores, wait_scores_only = wgmma.wait(0, kv_block), wgmma.wait(1, kv_block)
     wait_out, wait_out_and_p = wgmma.wait(0, dv), wgmma.wait(0, dv, kv_block)
     zero_out, rescale, normalise = fragment.zeros(dv), fragment.scale_rows(dv), fragment.normalise_rows(dv)
-    online_softmax, negate = fragment.online_softmax(kv_block, config.hold), fragment.negate(kv_block)
+    online_softmax = fragment.online_softmax(kv_block, config.hold, options_of.lowest_scores)
+    negate = fragment.negate(kv_block)
     mask_border, mask_first = fragment.mask_band(kv_block, has_left, has_right), fragment.mask_band(kv_block, has_left, True)
     p_to_16bit, out_to_16bit = fragment.to_16bit(kv_block, config.element), fragment.to_16bit(dv, config.element)
     start_statistics, finish_statistics, hold_back = fragment.start_statistics, fragment.finish_statistics, fragment.hold_back
@@ -78,11 +82,22 @@ def build(config: ForwardConfig) -> KernelSource:
     start, start_producer, advance, q_advance = pipeline.start(0), pipeline.start(1), pipeline.advance(stages), pipeline.advance(q_stages)
     fewer_registers, more_registers = warp.decrease_registers(config.registers[0]), warp.increase_registers(config.registers[1])
 
+    # What options do; each of these is compiled in only where there is one that needs it.
+    with_options, reads, changes, hides, drops = bool(options_of), options_of.reads, options_of.changes, bool(options_of.mask), options_of.dropout
+    lengths, seated = options_of.lengths, options_of.reads or changes or drops
+    of_scores = Scores(kv_block, options_of)
+    bounds_of_entry, take_seat, finish = of_scores.bounds_of_entry(has_right), of_scores.take_seat(pack), of_scores.finish(pack)
+    fetch, fetch_first, change, drop = of_scores.fetch(False), of_scores.fetch(True), of_scores.change(), of_scores.drop()
+    no_words = straight_line(of_scores.words, (), lambda ops: [ops.integer(0)] * len(of_scores.words))
+    hide = of_scores.hide() if hides else None
+    inspect = unseen.build(config) if inspected else None
+
     # A ring's barriers stand together, Q's consumer by consumer.
     barriers = [memory.barriers + 8 * n for n in (0, q_stages * consumers, 2 * q_stages * consumers)]
-    barriers += [barriers[2] + 8 * stages * n for n in (1, 2, 3)]
+    barriers += [barriers[2] + 8 * stages * n for n in (1, 2, 3, 4 if inspected else 2)]  # the last one: V may be read by consumers
     addresses = shared.addresses(memory.q, memory.k, memory.v, memory.out, *barriers, memory.scratch)
     init_q_full, init_q_empty = mbarrier.init_ring(q_stages * consumers, 1), mbarrier.init_ring(q_stages * consumers, 1 if out_in_q else 4)
+    init_seen = mbarrier.init_ring(stages, INSPECTORS)
     init_full, init_empty = mbarrier.init_ring(stages, 1), mbarrier.init_ring(stages, 4 * consumers)  # one arrival a consumer's warp releases a stage
 
     # Index arithmetic.
@@ -106,7 +121,7 @@ def build(config: ForwardConfig) -> KernelSource:
             packed_row = q_block * config.q_tile + row + r
             query, seqlen_q = packed_row // pack, bounds[0]
             head_row = (ops.wide(batch) * ops.wide(heads) + ops.wide(head)) * pack + ops.wide(packed_row % pack)
-            value = ops.select(l == 0.0, ops.constant("float32", -math.inf), (m * scale_log2 + ops.log2(l)) * LN2)
+            value = m if options_of else ops.select(l == 0.0, ops.constant("float32", -math.inf), (m * scale_log2 + ops.log2(l)) * LN2)
             ops.store_at(lse + (head_row * ops.wide(seqlen_q) + ops.wide(query)) * 4, value, (query < seqlen_q) & ((lane & 3) == 0))
 
     out_of = straight_line(int32, (int32,) * 2, lambda ops, consumer, s_out: s_out + consumer * memory.out_stride)
@@ -133,13 +148,21 @@ def build(config: ForwardConfig) -> KernelSource:
             acc = add_values(acc, p16, v_operand(ring.v, v_place))
             if pingpong:
                 warp.barrier_arrive(my.next_turn, 256)
+            if reads:
+                words = fetch(my.seat, j, my.options)
             s = wait_scores_only(s)
             pipeline.release(ring.k_empty, place, my.lane)
             if negative_scale:
                 s = negate(s)
+            if changes:
+                s = change(s, words if reads else no_words(), my.seat, j, my.options)
             if masked:
                 s = mask_border(s, j, my.limits)
+            if hides:
+                s = hide(s, words)
             p, statistics, sums = online_softmax(s, statistics, my.scale_log2)
+            if drops:
+                p = drop(p, my.seat, j, my.options)
             if held:
                 hold_back(my.scratch, sums)
             acc, p = wait_out_and_p(acc, p)
@@ -199,13 +222,13 @@ def build(config: ForwardConfig) -> KernelSource:
     store_out = reduce(in_turn, [make_store(part) for part in range(config.out_parts)])
 
     def kernel(
-        q_map, k_map, v_map, out_map, lse, seqlen_q, seqlen_k, offset, left, right, heads, group, q_blocks, columns, section, tiles, scale_log2
+        q_map, k_map, v_map, out_map, lse, seqlen_q, seqlen_k, offset, left, right, heads, group, q_blocks, columns, section, tiles, scale_log2, *options
     ):  # fmt: skip
         tid = cuda.threadIdx.x
         warpgroup = warp.shuffle_index(warpgroup_of(tid), 0)
         bounds = (seqlen_q, seqlen_k, offset, left, right)
-        s_q, s_k, s_v, s_out, q_full, q_empty, k_full, k_empty, v_full, v_empty, scratch = addresses()
-        ring = Ring(s_k, s_v, k_full, k_empty, v_full, v_empty)
+        s_q, s_k, s_v, s_out, q_full, q_empty, k_full, k_empty, v_full, v_empty, v_seen, scratch = addresses()
+        ring = Ring(s_k, s_v, k_full, k_empty, v_seen, v_empty)
         if tid == 0:
             init_q_full(q_full)
             init_q_empty(q_empty)
@@ -213,6 +236,8 @@ def build(config: ForwardConfig) -> KernelSource:
             init_empty(k_empty)
             init_full(v_full)
             init_empty(v_empty)
+            if inspected:
+                init_seen(v_seen)
             mbarrier.fence_init()
         cuda.syncthreads()
         block, blocks = cuda.blockIdx.x, cuda.gridDim.x
@@ -230,6 +255,8 @@ def build(config: ForwardConfig) -> KernelSource:
                 while tile < tiles:
                     q_block, column = tile_order(tile, q_blocks, columns, section)
                     batch, head, kv_head = heads_of(column, heads, group)
+                    if lengths:
+                        bounds = bounds_of_entry(batch, (seqlen_q, seqlen_k, offset, left, right), options)
                     first, end = blocks_of_tile(q_block, bounds)
                     j = preceding(end)
                     # In the order of use: the first K, Q, then the K of each next block before the V of the present one.
@@ -252,6 +279,25 @@ def build(config: ForwardConfig) -> KernelSource:
                         j = preceding(j)
                     turn = following(turn)
                     tile = tile_of_turn(turn, block, blocks)
+            if inspected:
+                if tid >= 32:
+                    inspector, lane = preceding(warp_of(tid)), within_warp(tid)
+                    place = start()
+                    while tile < tiles:
+                        q_block, column = tile_order(tile, q_blocks, columns, section)
+                        batch, head, kv_head = heads_of(column, heads, group)
+                        if lengths:
+                            bounds = bounds_of_entry(batch, (seqlen_q, seqlen_k, offset, left, right), options)
+                        first, end = blocks_of_tile(q_block, bounds)
+                        j = preceding(end)
+                        while j >= first:
+                            pipeline.wait(v_full, place)
+                            inspect(s_v, place, j, inspector, lane, q_block, batch, head, bounds, options)
+                            pipeline.release(v_seen, place, lane)
+                            place = advance(place)
+                            j = preceding(j)
+                        turn = following(turn)
+                        tile = tile_of_turn(turn, block, blocks)
         else:  # ------------------------------------------------------------------------------------ consumers
             more_registers()
             w, thread, lane, my_row, my_column, my_turn, next_turn = place_of_thread(tid, warpgroup)
@@ -263,10 +309,17 @@ def build(config: ForwardConfig) -> KernelSource:
             place = start()
             while tile < tiles:
                 q_block, column = tile_order(tile, q_blocks, columns, section)
+                if lengths:
+                    batch, head, _ = heads_of(column, heads, group)
+                    bounds = bounds_of_entry(batch, (seqlen_q, seqlen_k, offset, left, right), options)
                 # Blocks from right_border on and before left_border are seen only in part.
                 first, end, my_first, my_end, left_border, right_border, query = blocks_of_warpgroup(q_block, w, bounds)
                 limits = limits_of_rows(row_of(q_block, my_row), my_column, bounds)
-                my = Consumer(q_operand(s_q, q_place), limits, lane, my_turn, next_turn, scratch, scale_log2)
+                seat = limits
+                if seated:
+                    batch, head, _ = heads_of(column, heads, group)
+                    seat = take_seat(row_of(q_block, my_row), my_column, batch, head, seqlen_q, bounds, options)
+                my = Consumer(q_operand(s_q, q_place), limits, lane, my_turn, next_turn, scratch, scale_log2, seat, options)
                 statistics = start_statistics()
                 acc = zero_out()
                 place = pass_over(preceding(end), my_end, first, place, ring, my_turn, next_turn, lane)
@@ -276,11 +329,21 @@ def build(config: ForwardConfig) -> KernelSource:
 
                     # The first block: nothing to overlap with. It may reach past the last key.
                     pipeline.wait(k_full, place)
-                    s = wait_scores(scores(my.q, k_operand(s_k, place)))
+                    s = scores(my.q, k_operand(s_k, place))
+                    if reads:
+                        words = fetch_first(seat, j, options)
+                    s = wait_scores(s)
                     pipeline.release(k_empty, place, lane)
                     if negative_scale:
                         s = negate(s)
-                    p, statistics, _ = online_softmax(mask_first(s, j, limits), statistics, scale_log2)
+                    if changes:
+                        s = change(s, words if reads else no_words(), seat, j, options)
+                    s = mask_first(s, j, limits)
+                    if hides:
+                        s = hide(s, words)
+                    p, statistics, _ = online_softmax(s, statistics, scale_log2)
+                    if drops:
+                        p = drop(p, seat, j, options)
                     p16 = p_to_16bit(p)
                     j = preceding(j)
 
@@ -301,7 +364,7 @@ def build(config: ForwardConfig) -> KernelSource:
                         pipeline.release(q_empty, q_place, lane)
                     if rescale_first:
                         acc = rescale(acc, statistics)
-                    pipeline.wait(v_full, place)
+                    pipeline.wait(v_seen, place)
                     acc = wait_out(add_values(acc, p16, v_operand(s_v, place)))
                     pipeline.release(v_empty, place, lane)
                     place = advance(place)
@@ -309,10 +372,14 @@ def build(config: ForwardConfig) -> KernelSource:
                     pipeline.release(q_empty, q_place, lane)
                 place = pass_over(preceding(my_first), first, -1, place, ring, my_turn, next_turn, lane)
 
-                statistics = finish_statistics(statistics)
+                if with_options:
+                    _, head, _ = heads_of(column, heads, group)
+                    statistics = finish(statistics, row_of(q_block, my_row), head, bounds[0], scale_log2, options)
+                else:
+                    statistics = finish_statistics(statistics)
                 batch, head, _ = heads_of(column, heads, group)
                 if lse != NO_LSE:
-                    write_lse(lse, q_block, my_row, lane, batch, head, heads, bounds, statistics, scale_log2)
+                    write_lse(lse, q_block, my_row, lane, batch, head, heads, (seqlen_q, seqlen_k, offset, left, right), statistics, scale_log2)
                 out16 = out_to_16bit(normalise(acc, statistics))
                 store_out(out16, s_out, thread, staging_barrier, out_map, query, head, batch)
                 if out_in_q and thread == 0:
@@ -324,5 +391,5 @@ def build(config: ForwardConfig) -> KernelSource:
             if thread == 0:
                 tma.wait_stores_read()
 
-    signature = types.void(*[types.uint64] * 5, *[types.int32] * 11, types.float32)
+    signature = types.void(*[types.uint64] * 5, *[types.int32] * 11, types.float32, types.Tuple(option_types(options_of)))
     return KernelSource(kernel, signature, threads=config.threads, fastmath=False, tensor_maps=(0, 1, 2, 3))

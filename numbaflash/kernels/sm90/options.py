@@ -1,0 +1,200 @@
+"""Which options a problem has, and the kernel parameters that they bring; what they mean to a kernel is in `scores`."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ... import toolchain
+from ...dispatch import Layout, Layouts, contiguous_strides
+from ...problem import ITEMSIZE, Problem, trim_keys
+from ..dropout import keep_limit
+
+FEATURES = frozenset({"softcap", "mask", "bias", "alibi_slopes", "sinks", "dropout", "seqlens_q", "seqlens_k"})
+"""`Problem.features` that the forward kernel has."""
+
+KEYS_OF_A_DRAW = 32
+"""Keys that share random bits of dropout: blocks of keys start at multiples of it."""
+
+_AXES = {
+    "mask": ("batch", "head", "query", "key"),
+    "bias": ("batch", "head", "query", "key"),
+    "alibi_slopes": ("batch", "head"),
+    "sinks": ("head",),
+    "seqlens_q": ("batch",),
+    "seqlens_k": ("batch",),
+}
+
+_LOW_CAP = 64.0
+"""Up to this softcap the error of tanh, 3e-7 of the cap, is one of a score's own rounding; see `scores.capped`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How a thread reads a mask or a bias.
+
+    Attributes
+    ----------
+    dtype : str
+    by_row, by_column : bool
+        Whether the elements differ from row to row of a tile, and along the keys.
+    pairs : bool
+        Two neighbours along the keys are one load.
+    """
+
+    dtype: str
+    by_row: bool
+    by_column: bool
+    pairs: bool
+
+    @classmethod
+    def of(cls, name: str, problem: Problem, layout: Layout, pack: int) -> Access:
+        dtype = problem.dtype_of(name)
+        of_batch, of_head, of_query, of_key = steps(layout)
+        pair = 2 * ITEMSIZE[dtype]
+        return cls(
+            dtype,
+            by_row=of_query != 0 or (pack > 1 and of_head != 0),
+            by_column=of_key != 0,
+            pairs=of_key == ITEMSIZE[dtype]
+            and problem.seqlen_k % 2 == kernel_keys(problem)[1] % 2 == 0
+            and layout.alignment % pair == 0
+            and not any(step % pair for step in (of_batch, of_head, of_query)),
+        )
+
+
+def steps(layout: Layout) -> tuple[int, ...]:
+    """Strides, 0 along an axis of one element."""
+    return tuple(stride if n > 1 else 0 for n, stride in zip(layout.shape, layout.strides, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is built into a kernel beyond q, k, v and a band. What is absent costs nothing.
+
+    Attributes
+    ----------
+    softcap : str or None
+        "low" or "high": whether the error of its tanh may be relative to the cap, or must be to the score.
+    mask, bias : Access or None
+    alibi, sinks, dropout : bool
+    seqlens_q, seqlens_k : str or None
+        Their dtypes.
+    per_entry : bool
+        Each batch entry has an offset of its own, ``length_k - length_q``.
+    """
+
+    softcap: str | None = None
+    mask: Access | None = None
+    bias: Access | None = None
+    alibi: bool = False
+    sinks: bool = False
+    dropout: bool = False
+    seqlens_q: str | None = None
+    seqlens_k: str | None = None
+    per_entry: bool = False
+
+    @classmethod
+    def of(cls, problem: Problem, layouts: Layouts | None, pack: int) -> Options:
+        """Those of a problem; without layouts, mask and bias are taken to be row-major."""
+
+        def access(name):
+            if name not in problem.options:
+                return None
+            shape = problem.shape_of(name)
+            layout = layouts and getattr(layouts, name) or Layout(shape, contiguous_strides(shape, ITEMSIZE[problem.dtype_of(name)]))
+            return Access.of(name, problem, layout, pack)
+
+        return cls(
+            softcap=None if problem.softcap is None else "low" if problem.softcap <= _LOW_CAP else "high",
+            mask=access("mask"),
+            bias=access("bias"),
+            alibi=problem.alibi is not None,
+            sinks=problem.sinks,
+            dropout=problem.dropout > 0,
+            seqlens_q=problem.seqlens_q,
+            seqlens_k=problem.seqlens_k,
+            per_entry=problem.offset_per_entry,
+        )
+
+    def __bool__(self) -> bool:
+        return self != Options()
+
+    @property
+    def lengths(self) -> bool:
+        return bool(self.seqlens_q or self.seqlens_k)
+
+    @property
+    def changes(self) -> bool:
+        """A score is more than a multiple of a product, and kept in natural units."""
+        return bool(self.softcap or self.alibi or self.bias)
+
+    @property
+    def reads(self) -> bool:
+        """There is something to read for each score."""
+        return bool(self.mask or self.bias)
+
+    @property
+    def lowest_scores(self) -> bool:
+        """Scores may be as low as float32 goes, where their multiples in base 2 are no numbers any more."""
+        return self.bias is not None and self.bias.dtype != "float16"
+
+    def parameters(self) -> tuple[tuple[str, str], ...]:
+        """(name, dtype) of what the options add to the parameters of a kernel, in their order. "pointer" is an address."""
+        found = []
+        if self.softcap:
+            found += [("cap", "float32"), ("cap_exponent", "float32")]
+            found += [("cap_slope", "float32")] if self.softcap == "high" else []
+        elif self.changes:
+            found.append(("scale", "float32"))
+        present = (self.mask, self.bias, self.alibi, self.sinks, self.seqlens_q, self.seqlens_k)
+        for (name, axes), given in zip(_AXES.items(), present, strict=True):
+            if given:
+                found += [(name, "pointer"), *((f"{name}_{axis}", "int64") for axis in axes)]
+        if self.dropout or self.seqlens_k:
+            found.append(("first_key", "int32"))
+        if self.dropout:
+            found += [("seed", "pointer"), ("keep_limit", "int32"), ("keep_factor", "float32")]
+        return tuple(found)
+
+    def arguments(self, problem: Problem, layouts: Layouts) -> list:
+        """The same as the toolchain takes them, for the whole problem."""
+        first = kernel_keys(problem)[1]
+        values = {"first_key": first, "scale": _float32(problem.scale)}
+        if self.softcap:
+            cap, slope = problem.softcap, problem.scale / problem.softcap
+            values |= {"cap": cap, "cap_slope": _float32(slope), "cap_exponent": _float32(2 * math.log2(math.e) * slope)}
+        if self.dropout:
+            values |= {"keep_limit": keep_limit(problem.dropout), "keep_factor": _float32(1.0 / (1.0 - problem.dropout))}
+        offsets = {"seed": 0}  # the number itself, in the place of an address
+        for name in problem.options:
+            strides = dict(zip(_AXES[name], steps(getattr(layouts, name)), strict=True))
+            values |= {f"{name}_{axis}": step for axis, step in strides.items()}
+            offsets[name] = first * strides.get("key", 0)
+        return [
+            toolchain.Pointer(name, offsets[name]) if dtype == "pointer" else toolchain.Scalar(dtype, values[name]) for name, dtype in self.parameters()
+        ]
+
+
+def _float32(x: float) -> float:
+    """The nearest float32, kept finite."""
+    most = float(np.finfo(np.float32).max)
+    return float(np.float32(min(max(x, -most), most))) if abs(x) <= sys.float_info.max else math.copysign(most, x)
+
+
+def kernel_keys(problem: Problem) -> tuple[Problem, int]:
+    """The problem over the keys that a kernel counts, and the number of keys before them: those that some query may see, and with dropout as many
+    before them as let blocks start where its random bits do."""
+    trimmed, first = trim_keys(problem)
+    more = first % KEYS_OF_A_DRAW if problem.dropout else 0
+    if not more:
+        return trimmed, first
+
+    def longer(shape):
+        return shape if shape is None or shape[3] == 1 else (*shape[:3], shape[3] + more)
+
+    keys = {"seqlen_k": trimmed.seqlen_k + more, "offset": trimmed.offset + more}
+    return replace(trimmed, **keys, mask=longer(trimmed.mask), bias=longer(trimmed.bias)), first - more

@@ -1,0 +1,329 @@
+"""What options do to a thread's scores: `Scores.change` is the one place where a score is changed, `Scores.hide` the one where a mask hides.
+
+A thread has columns ``2 * (lane % 4) + 8 * n + {0, 1}`` of two rows, 8 apart, of a block of scores (`numbaflash.ptx.fragment`). What it needs to know of its
+rows in a tile it finds out once, as its *seat*; what it reads for a block, elements of the mask and the bias, are the block's *words*, which can be on
+their way while the products are. In the forward rows are queries (with packed heads, the heads of one query after the other) and columns are keys.
+
+With an option that changes scores they are in natural units from there on, and so are m and the LSE; else they are bare products.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from numba.cuda import types
+
+from ...problem import ITEMSIZE
+from ...ptx.fragment import STATISTICS, fragment
+from ...ptx.straight import straight_line
+from ..bands import BOUNDS
+from ..dropout import block, is_kept
+from .options import KEYS_OF_A_DRAW, Access, Options
+
+I32, I64, F32 = types.int32, types.int64, types.float32
+LOG2E = math.log2(math.e)
+LN2 = math.log(2.0)
+
+_TYPES = {"pointer": types.uint64, "int64": I64, "int32": I32, "float32": F32}
+_TANH = (62 / 2835, -17 / 315, 2 / 15, -1 / 3)
+"""Taylor series of ``(tanh(x) / x - 1) / x**2`` in ``x**2``, from the highest power on: below 0.3 the next term is 5e-8 of the whole."""
+_SERIES_UP_TO = 0.3
+
+
+def option_types(options: Options) -> list:
+    """Numba types of the options' parameters."""
+    return [_TYPES[dtype] for _, dtype in options.parameters()]
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Blocks of so many ``columns``, and the options that are built in. The methods return functions for kernels."""
+
+    columns: int
+    options: Options
+
+    def _named(self, values):
+        return {name: x for (name, _), x in zip(self.options.parameters(), values, strict=True)}
+
+    @property
+    def _given(self):
+        return types.Tuple(option_types(self.options))
+
+    # ---- what a thread knows of its rows
+
+    def _seat(self) -> dict:
+        """Names and types of a seat's members."""
+        options, found = self.options, {}
+        for name, access in (("mask", options.mask), ("bias", options.bias)):
+            if access:
+                found |= {f"{name}{r}": I64 for r in range(1 + access.by_row)}
+        if options.reads:
+            found["columns"] = I32  # from the thread's first one of block 0 to the last there is
+        if options.alibi:
+            found |= {"fall0": F32, "fall1": F32, "place0": I32, "place1": I32}  # -slope; the column beside which the row stands
+        if options.dropout:
+            found |= {"query": I32, "key": I32, "head": I32, "batch": I32}
+        return found or {"row": I32}  # a tuple must have a member
+
+    @property
+    def seat(self):
+        """Numba type."""
+        return types.Tuple(list(self._seat().values()))
+
+    def take_seat(self, pack: int):
+        """``f(row, column, batch, head, seqlen_q, bounds, options) -> seat``: of packed rows ``row`` and ``row + 8`` of a tile's heads and of a first column.
+
+        Rows past the last query read what the last one reads: nothing of it is kept.
+        """
+
+        def body(ops, row, column, batch, head, seqlen_q, bounds, options):
+            named, seat = self._named(options), {"row": row}
+            rows = [(ops.minimum(r // pack, seqlen_q - 1), head * pack + r % pack) for r in (row, row + 8)]
+            for name, access in (("mask", self.options.mask), ("bias", self.options.bias)):
+                for r, (query, query_head) in enumerate(rows[: 1 + access.by_row] if access else ()):
+                    seat[f"{name}{r}"] = _element(ops, named, name, batch=batch, head=query_head, query=query, key=column)
+            seat["columns"] = bounds[1] - column
+            for r, (query, query_head) in enumerate(rows):
+                if self.options.alibi:
+                    slope = ops.fetch("f32", _element(ops, named, "alibi_slopes", batch=batch, head=query_head), 0)
+                    seat |= {f"fall{r}": slope * -1.0, f"place{r}": query + bounds[2] - column}
+            if self.options.dropout:
+                seat |= {"query": row, "key": column + named["first_key"], "head": head, "batch": batch}
+            return [seat[name] for name in self._seat()]
+
+        return straight_line(self.seat, (*(I32,) * 5, BOUNDS, self._given), body)
+
+    # ---- what is read for a block
+
+    def _words(self, access: Access | None) -> int:
+        """Words of a block: two columns each, of float32 one, and one a row where all columns have the same."""
+        if not access:
+            return 0
+        a_row = self.columns // (4 if ITEMSIZE[access.dtype] == 4 else 8) if access.by_column else 1
+        return a_row * (1 + access.by_row)
+
+    @property
+    def words(self):
+        """Numba type."""
+        return types.UniTuple(I32, max(1, self._words(self.options.mask) + self._words(self.options.bias)))
+
+    def fetch(self, guarded: bool):
+        """``f(seat, block, options) -> words``. Only a block that is guarded may reach past the last column there is."""
+
+        def body(ops, seat, number, options):
+            named, seat, words = self._named(options), dict(zip(self._seat(), seat, strict=True)), []
+            origin = number * self.columns
+            count = seat["columns"] - origin if guarded else None
+            for name, access in (("mask", self.options.mask), ("bias", self.options.bias)):
+                if access:
+                    step = named[f"{name}_key"]
+                    for r in range(1 + access.by_row):
+                        words += self._row(ops, access, seat[f"{name}{r}"] + ops.wide(origin) * step, step, count)
+            return words or [ops.integer(0)]
+
+        return straight_line(self.words, (self.seat, I32, self._given), body)
+
+    def _row(self, ops, access, address, step, count):
+        size = ITEMSIZE[access.dtype]
+        kind, twice, bits = {1: ("u8", "u16", 8), 2: ("u16", "b32", 16), 4: ("b32", None, 0)}[size]
+        if not access.by_column:
+            word = ops.fetch(kind, address, 0, count, 0)
+            return [word] if size == 4 else [word | (word << bits)]
+        words = []
+        for column in range(0, self.columns, 8):
+            if access.pairs and twice:
+                words.append(ops.fetch(twice, address, column * size, count, column))
+                continue
+            if access.pairs:
+                two = [ops.fetch(kind, address, (column + e) * size, count, column + e) for e in (0, 1)]
+            else:
+                two = [ops.fetch(kind, address + step * e if e else address, 0, count, column + e) for e in (0, 1)]
+                address = address + step * 8
+            words += two if size == 4 else [two[0] | (two[1] << bits)]
+        return words
+
+    def _word(self, access, words, i):
+        """The word of element i of a fragment, and which half of it is the element's."""
+        row, column, e = (i >> 1) & 1, i >> 2, i & 1
+        first = (self._words(access) // 2) * row if access.by_row else 0
+        if not access.by_column:
+            return words[first], e
+        return (words[first + 2 * column + e], 0) if ITEMSIZE[access.dtype] == 4 else (words[first + column], e)
+
+    # ---- what a score is
+
+    def change(self):
+        """``f(products, words, seat, block, options) -> scores``, in natural units."""
+        kind, options_of = fragment(self.columns), self.options
+
+        def body(ops, s, words, seat, number, options):
+            named, seat = self._named(options), dict(zip(self._seat(), seat, strict=True))
+            words = words[self._words(options_of.mask) :]
+            if options_of.alibi:
+                places = [ops.real("float32", seat[f"place{r}"] - number * self.columns) for r in (0, 1)]
+            scores = []
+            for i, x in enumerate(s):
+                row, column = (i >> 1) & 1, 8 * (i >> 2) + (i & 1)
+                more = None
+                if options_of.alibi:
+                    more = ops.absolute(places[row] - float(column)) * seat[f"fall{row}"]
+                if options_of.bias:
+                    bias = self._bias(ops, words, i)
+                    more = bias if more is None else more + bias
+                if options_of.softcap:
+                    x = capped(ops, options_of.softcap, x, named)
+                    x = x if more is None else x + more
+                else:
+                    x = ops.fma(x, named["scale"], more)
+                scores.append(x)
+            return scores
+
+        return straight_line(kind, (kind, self.words, self.seat, I32, self._given), body)
+
+    def _bias(self, ops, words, i):
+        access = self.options.bias
+        word, half = self._word(access, words, i)
+        return ops.as_float(word) if access.dtype == "float32" else ops.pair(access.dtype, word)[half]
+
+    # ---- what is seen, and what is kept
+
+    def hide(self):
+        """``f(scores, words) -> scores``: -inf where the mask hides."""
+        kind, access = fragment(self.columns), self.options.mask
+
+        def body(ops, s, words):
+            found = []
+            for i, x in enumerate(s):
+                word, half = self._word(access, words, i)
+                found.append(ops.select((word & (0xFF00 if half else 0xFF)) != 0, x, -math.inf))
+            return found
+
+        return straight_line(kind, (kind, self.words), body)
+
+    def drop(self):
+        """``f(p, seat, block, options) -> p``: 0 where dropout drops a weight. Rows start at multiples of 16, blocks at multiples of 32."""
+        kind = fragment(self.columns)
+
+        def body(ops, p, seat, number, options):
+            named, seat = self._named(options), dict(zip(self._seat(), seat, strict=True))
+            seed, words, found = ops.halves(named["seed"]), {}, []
+            key = seat["key"] + number * self.columns
+            for i, x in enumerate(p):
+                draw, word, e = i >> 2 >> 2, (i >> 2) & 3, i & 1
+                if (draw, e) not in words:
+                    words[draw, e] = block(ops, seat["query"], key + (KEYS_OF_A_DRAW * draw + e), seat["head"], seat["batch"], seed)
+                found.append(ops.select(is_kept(words[draw, e][word], (i >> 1) & 1, named["keep_limit"]), x, 0.0))
+            return found
+
+        return straight_line(kind, (kind, self.seat, I32, self._given), body)
+
+    # ---- the end of a softmax
+
+    def finish(self, pack: int):
+        """``f(statistics, row, head, length_q, scale_log2, options) -> statistics``: the LSE of the thread's two rows in the place of m, l summed over the quad,
+        and as a what the output is to be multiplied by, 0 in a row that has seen nothing. Rows from ``length_q`` on have seen nothing.
+        """
+
+        def body(ops, statistics, row, head, length_q, scale_log2, options):
+            named = self._named(options)
+            m, l = statistics[:2], statistics[2:4]
+            for lanes in (1, 2):
+                l = [x + y for x, y in zip(l, ops.exchange(l, lanes), strict=True)]
+            ends, factors = [], []
+            for r in (0, 1):
+                there = (row + 8 * r) // pack < length_q
+                top, total, factor = m[r], ops.select(there, l[r], 0.0), None
+                if not self.options.changes:
+                    top = top * (scale_log2 * LN2)
+                if self.options.sinks:
+                    sink = ops.fetch("f32", _element(ops, named, "sinks", head=head * pack + (row + 8 * r) % pack), 0)
+                    keys, top = top, ops.maximum(top, sink)
+                    base = ops.select(top == -math.inf, ops.constant("float32", 0.0), top)
+                    factor = ops.exp2((keys - base) * LOG2E)
+                    total = ops.select(there, total * factor + ops.exp2((sink - base) * LOG2E), 0.0)
+                nothing = total == 0.0
+                weight = ops.reciprocal(total) if factor is None else factor * ops.reciprocal(total)
+                if self.options.dropout:
+                    weight = weight * named["keep_factor"]
+                factors.append(ops.select(nothing, ops.constant("float32", 0.0), weight))
+                ends.append(ops.select(nothing, ops.constant("float32", -math.inf), top + ops.log2(total) * LN2))
+            return [*ends, *l, *factors]
+
+        return straight_line(STATISTICS, (STATISTICS, I32, I32, I32, F32, self._given), body)
+
+    # ---- lengths, and what no query sees
+
+    def bounds_of_entry(self, right: bool):
+        """``f(batch, bounds, options) -> bounds`` of a batch entry: its own lengths, offset, and as the number of keys that up to the last one that a query of
+        it may see."""
+
+        def body(ops, batch, bounds, options):
+            named = self._named(options)
+            seqlen_q, seqlen_k, offset, *window = bounds
+            length_q = self._length(ops, named, "seqlens_q", batch, seqlen_q, None)
+            length_k = self._length(ops, named, "seqlens_k", batch, seqlen_k, named.get("first_key"))
+            if self.options.per_entry:
+                offset = length_k - length_q
+            end = length_k
+            if right:
+                end = ops.maximum(ops.minimum(end, length_q + offset + window[1]), ops.integer(0))
+            return [length_q, end, offset, *window]
+
+        return straight_line(BOUNDS, (I32, BOUNDS, self._given), body)
+
+    def _length(self, ops, named, name, batch, most, first):
+        dtype = getattr(self.options, name)
+        if not dtype:
+            return most
+        length = ops.fetch("s64" if dtype == "int64" else "b32", _element(ops, named, name, batch=batch), 0)
+        if dtype == "int64":
+            length = ops.narrow(ops.maximum(ops.minimum(length, ops.wide(ops.integer(2**31 - 1))), ops.wide(ops.integer(0))))
+        length = ops.maximum(length, ops.integer(0))
+        if first is not None:
+            length = ops.maximum(length - first, ops.integer(0))
+        return ops.minimum(length, most)
+
+    def sees(self, pack: int, left: bool, right: bool):
+        """``f(row, key, batch, head, bounds, options) -> int32``: 1 where a packed row of a tile's heads sees a key that lies within the bounds, else 0."""
+
+        def body(ops, row, key, batch, head, bounds, options):
+            named = self._named(options)
+            query = row // pack
+            seen, place = query < bounds[0], query + bounds[2]
+            if left:
+                seen &= place - bounds[3] <= key
+            if right:
+                seen &= place + bounds[4] >= key
+            if self.options.mask:
+                shown = ops.fetch("u8", _element(ops, named, "mask", batch=batch, head=head * pack + row % pack, query=query, key=key), 0, ops.truth(seen))
+                seen &= shown != 0
+            return ops.truth(seen)
+
+        return straight_line(I32, (*(I32,) * 4, BOUNDS, self._given), body)
+
+
+def _element(ops, named, name, **indices):
+    """Address of an element of an option's array."""
+    address = named[name]
+    for axis, index in indices.items():
+        address = address + ops.wide(index) * named[f"{name}_{axis}"]
+    return address
+
+
+def capped(ops, cap: str, product, named):
+    """Straight-line ``cap * tanh(scale * product / cap)``.
+
+    ``tanh(y) = 1 - 2 / (1 + exp(2 y))`` errs by some 3e-7, in proportion to the cap. For a "high" one small arguments take a series, and the error is one of the
+    score: 1e-6.
+    """
+    e = ops.exp2(product * named["cap_exponent"])
+    t = ops.fma(ops.reciprocal(e + 1.0), ops.constant("float32", -2.0), ops.constant("float32", 1.0))
+    if cap == "high":
+        y = product * named["cap_slope"]
+        square = y * y
+        series = ops.constant("float32", _TANH[0])
+        for coefficient in _TANH[1:]:
+            series = ops.fma(series, square, ops.constant("float32", coefficient))
+        t = ops.select(ops.absolute(y) < _SERIES_UP_TO, ops.fma(y * square, series, y), t)
+    return t * named["cap"]
