@@ -15,6 +15,7 @@ ALIGNMENT = 1024  # of every tile: the 128-byte swizzle repeats every eight rows
 ELEMENTS = {"float16": "f16", "bfloat16": "bf16"}
 REGISTERS = {2: (24, 240), 3: (32, 160), 4: (24, 112)}  # of producer and consumer threads, by number of consumers
 INSPECTORS = 3  # warps of the producer's warpgroup that issue no loads; see `unseen`
+OPTION_REGISTERS = {2: (40, 232), 3: (32, 160), 4: (32, 112)}  # the same where there are options: more than loads may be the producer's warps' to do
 ROOMY_PRODUCER = (40, 232)  # where the addresses of many panels would spill from 24 registers
 
 
@@ -207,17 +208,19 @@ def forward_config(problem: Problem, layouts: Layouts | None = None) -> ForwardC
     else:
         tiles = {"q_tile": 128, "kv_block": 80, "out_in_q": True, "rescale_first": True}
     if problem.features:
-        tiles |= option_tiles(problem)
-    registers = ROOMY_PRODUCER if widest > 128 and d != dv else REGISTERS[tiles["q_tile"] // 64]
+        tiles = option_tiles(problem, tiles, Options.of(whole, layouts, 1))
     pack = 1 if problem.dropout else packed_heads(problem, tiles["q_tile"])  # random bits serve two queries of a head
     options = Options.of(whole, layouts, pack)
+    registers = ROOMY_PRODUCER if widest > 128 and d != dv else REGISTERS[tiles["q_tile"] // 64]
+    if options:
+        registers = OPTION_REGISTERS[tiles["q_tile"] // 64]
     return ForwardConfig(
         element=ELEMENTS[problem.dtype],
         head_dim=d,
         head_dim_v=dv,
         left=problem.left is not None,
         right=problem.right is not None,
-        registers=registers if tiles["q_tile"] > 128 or not options else ROOMY_PRODUCER,
+        registers=registers,
         pack=pack,
         negative_scale=problem.scale < 0 and not options.changes,
         options=options,
@@ -225,6 +228,13 @@ def forward_config(problem: Problem, layouts: Layouts | None = None) -> ForwardC
     )
 
 
-def option_tiles(problem: Problem) -> dict:
-    """What options change of the tiles: registers for what they read and draw, and blocks that start where random bits of dropout do."""
-    return {}
+def option_tiles(problem: Problem, tiles: dict, options: Options) -> dict:
+    """The tiles where there are options: what is read or drawn for a block takes registers, and random bits of dropout are drawn for 32 keys."""
+    widest, most = max(problem.head_dim, problem.head_dim_v), tiles["kv_block"]
+    if widest <= 64 and (options.mask or options.dropout):
+        tiles, most = {"q_tile": 128, "q_stages": 2}, 128
+    if options.dropout:
+        most = min(most, (64 if options.reads else 128) if widest <= 128 else 32 if options.reads and widest > 192 else 64)
+    elif options.mask and not options.mask.pairs and 64 < widest <= 128:
+        most = min(most, 96)
+    return tiles | {"kv_block": most, "hold": min(tiles.get("hold", 16), most // 4)}

@@ -284,11 +284,22 @@ class Scores:
             length = ops.maximum(length - first, ops.integer(0))
         return ops.minimum(length, most)
 
+    def seen_keys(self, left: bool):
+        """``f(block, bounds) -> (first, end)``: of a block, the keys that some query of a batch entry may see as far as lengths and band go."""
+
+        def body(ops, number, bounds):
+            _, end, offset, to_the_left, _ = bounds
+            first = ops.maximum(offset - to_the_left, ops.integer(0)) if left else ops.integer(0)
+            return [first - number * self.columns, end - number * self.columns]
+
+        return straight_line(types.UniTuple(I32, 2), (I32, BOUNDS), body)
+
     def sees(self, pack: int, left: bool, right: bool):
         """``f(row, key, batch, head, bounds, options) -> int32``: 1 where a packed row of a tile's heads sees a key that lies within the bounds, else 0."""
 
         def body(ops, row, key, batch, head, bounds, options):
             named = self._named(options)
+            row, key, batch, head = (ops.opaque(x) for x in (row, key, batch, head))  # seldom needed: no registers for it before
             query = row // pack
             seen, place = query < bounds[0], query + bounds[2]
             if left:

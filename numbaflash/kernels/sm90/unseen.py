@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from llvmlite import ir
 from numba import cuda
-from numba.cuda.types import UniTuple, int32
+from numba.cuda.types import int32
 
 from ...ptx import pipeline, tma, warp
 from ...ptx.inline import I32, U32, VOID, emit, llvm_i32, make_intrinsic
 from ...ptx.straight import straight_line
-from ..bands import BOUNDS
 from .config import INSPECTORS, ForwardConfig, SharedMemory
 from .scores import Scores
 
@@ -31,15 +30,9 @@ def build(config: ForwardConfig):
     masked = config.options.mask is not None
     of_stage = pipeline.slot(memory.v_bytes)
     scan, blank = _scan(config.element, panels, panel_bytes), _blank(panels, panel_bytes)
-    sees = Scores(kv_block, config.options).sees(pack, config.left, config.right)
+    of_scores = Scores(kv_block, config.options)
+    seen_keys, sees = of_scores.seen_keys(config.left), of_scores.sees(pack, config.left, config.right)
 
-    def seen_keys(ops, block, bounds):
-        """Keys of a block that a query of the batch entry may see: the first one, and one past the last."""
-        _, end, offset, left, _ = bounds
-        first = ops.maximum(offset - left, ops.integer(0)) if config.left else ops.integer(0)
-        return [first - block * kv_block, end - block * kv_block]
-
-    seen_keys = straight_line(UniTuple(int32, 2), (int32, BOUNDS), seen_keys)
     is_whole = straight_line(int32, (int32, int32), lambda ops, first, end: ops.truth((first <= 0) & (end >= kv_block)))
     lies_in = straight_line(int32, (int32,) * 3, lambda ops, row, first, end: ops.truth((row >= first) & (row < end)))
     key_of = straight_line(int32, (int32, int32), lambda ops, block, row: block * kv_block + row)
