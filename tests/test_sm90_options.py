@@ -1,7 +1,7 @@
 """Options of the Hopper kernel without a GPU.
 
-Its straight-line bodies are run thread by thread on NumPy scalars, put together as the kernel does, and held to the definition; and every kind of plan
-compiles without spills.
+Its straight-line bodies are run thread by thread on NumPy scalars, put together as the kernel does, and held to the definition; and every kind of
+plan compiles without spills.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import pytest
 
 from numbaflash import dispatch, testing, toolchain
 from numbaflash.dispatch import Device, Layout, Layouts, contiguous_strides
-from numbaflash.kernels import bands, dropout, sm90
+from numbaflash.kernels import bands, sm90
 from numbaflash.kernels.bands import Band
-from numbaflash.kernels.sm90 import config as tuning
 from numbaflash.kernels.sm90 import scores as bodies
 from numbaflash.kernels.sm90.config import MAX_SHARED, SharedMemory, forward_config
 from numbaflash.kernels.sm90.options import KEYS_OF_A_DRAW, kernel_keys
@@ -26,7 +25,7 @@ from numbaflash.problem import ITEMSIZE, make_problem
 from numbaflash.ptx import straight
 from numbaflash.testing import Case, Placement
 from numbaflash.testing.accuracy import spread_nonfinite
-from numbaflash.testing.values import encode
+from numbaflash.toolchain.launch import check_launch
 
 H200 = Device("cuda", 0, (9, 0), 132, "NVIDIA H200")
 
@@ -154,12 +153,12 @@ class Model:
         """Of two rows, in a quad: what `fragment.online_softmax` does, in another order; the first lane has the sums."""
         lead, scale = quad[0], self.scale_log2
         with np.errstate(all="ignore"):
-            for r, row in enumerate(lead.rows):
+            for r in (0, 1):
                 values = np.concatenate([thread.s[r] for thread in quad])
                 top = np.fmax.reduce(values, initial=lead.m[r])
                 base = np.float32(0) if top == -np.inf else top
-                shifted = [(thread.s[r] - base) * scale if self.config.options.lowest_scores else thread.s[r] * scale - base * scale for thread in quad]
-                weights = [np.exp2(x) for x in shifted]
+                lowest = self.config.options.lowest_scores
+                weights = [np.exp2((x.s[r] - base) * scale if lowest else x.s[r] * scale - base * scale) for x in quad]
                 a = np.exp2((lead.m[r] - base) * scale)
                 lead.l[r] = np.float32(lead.l[r] * a + sum(x.sum() for x in weights))
                 for thread, x in zip(quad, weights, strict=True):
@@ -239,7 +238,7 @@ ALONE = {
     "softcap, far away": dict(softcap=1000.0),
     "softcap, farther": dict(softcap=1e30, scale=-3.0),
     "sinks": dict(with_sinks=True, seed=2, scale=-1.0),
-    "dropout": dict(dropout=0.3, dropout_seed=2**64 - 5),
+    "dropout": dict(dropout=0.3, dropout_seed=2**64 - 5, hidden="nan"),
 }  # fmt: skip
 TOGETHER = dict(
     **dict(mask_shape=(B, 1, SQ, SK), bias_shape=(H, SQ, SK), alibi_shape=(H,), softcap=2.0, with_sinks=True),
@@ -260,8 +259,140 @@ def check(case, **changes):
     testing.compare(known, out, lse)
 
 
+LENGTHS = dict(batch=6, heads=1, kv_heads=1, seqlen_q=20, lengths_q="random", lengths_k="random", hidden="nan")
+EDGES = {
+    "dropout counts keys from the first of all": dict(seqlen_k=160, window=(12, 7), dropout=0.3, hidden="nan"),
+    "dropout, an even cut": dict(seqlen_k=160, window=(5, 7), dropout=0.5, mask_shape=(SQ, 160), hidden="nan"),
+    "mask of a cut": dict(seqlen_k=140, window=(5, 7), mask_shape=(B, 1, SQ, 140), bias_shape=(SQ, 140), hidden="nan"),
+    "more queries than keys": dict(seqlen_k=20, causal=True, mask_shape=(SQ, 20), alibi_shape=(H,), hidden="nan"),
+    "many heads a tile": dict(heads=32, kv_heads=1, batch=1, seqlen_q=3, alibi_shape=(32,), with_sinks=True, bias_shape=(32, 3, 1), lengths_q="full"),
+    **{f"lengths {n}": dict(LENGTHS, seed=n) for n in range(4)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_edges(simulated, name):
+    shape = dict(dtype="float16", batch=B, heads=H, kv_heads=2, seqlen_q=SQ, seqlen_k=SK, head_dim=8, head_dim_v=8)
+    for band in BANDS if "lengths" in name else ({},):
+        check(Case(**shape | EDGES[name] | band))
+
+
 @pytest.mark.parametrize("name", ALONE)
 def test_bodies_are_what_is_defined(simulated, name):
     for band, kv_heads in itertools.product(BANDS, (H, 2)):
         shape = dict(dtype="bfloat16", batch=B, heads=H, kv_heads=kv_heads, seqlen_q=SQ, seqlen_k=SK, head_dim=8, head_dim_v=8)
         check(Case(**shape, **band, **ALONE[name]))
+
+
+# ---- plans
+
+S = 512
+
+
+def arrays(problem, step=1):
+    """Layouts of the options' arrays; with a step, elements of mask and bias lie so far apart."""
+    found = {}
+    for name in problem.options:
+        shape = problem.shape_of(name)
+        strides = contiguous_strides(shape, ITEMSIZE[problem.dtype_of(name)] * (step if len(shape) == 4 else 1))
+        found[name] = Layout(shape, tuple(0 if n == 1 else stride for n, stride in zip(shape, strides, strict=True)))
+    return found
+
+
+def plan(head_dim, head_dim_v=None, *, seqlen_k=S, batch=2, heads=8, kv_heads=8, dtype="bfloat16", step=1, **options):
+    q, k = (batch, S, heads, head_dim), (batch, seqlen_k, kv_heads, head_dim)
+    problem = make_problem(q, k, (*k[:3], head_dim_v or head_dim), [dtype] * 3, **options)
+    sizes = {"q": 2, "k": 2, "v": 2, "out": 2, "lse": 4}
+    plain = {name: Layout(problem.shape_of(name), contiguous_strides(problem.shape_of(name), size)) for name, size in sizes.items()}
+    return sm90.plan(problem, Layouts(**plain, **arrays(problem, step)), H200)
+
+
+PLANS = {
+    "softcap": dict(softcap=30.0),
+    "high softcap": dict(softcap=1000.0),
+    "alibi": dict(alibi_slopes=((8,), "float32")),
+    "sinks": dict(sinks=((8,), "float32")),
+    "lengths": dict(seqlens_q=((2,), "int32"), seqlens_k=((2,), "int64")),
+    "mask": dict(mask=((2, 8, S, S), "bool")),
+    "strided mask": dict(mask=((2, 8, S, S), "bool"), step=3),
+    "mask of keys": dict(mask=((2, 1, 1, S), "bool")),
+    "bias": dict(bias=((2, 8, S, S), "bfloat16")),
+    "float32 bias": dict(bias=((8, S, S), "float32")),
+    "float16 bias": dict(bias=((8, S, S), "float16")),
+    "dropout": dict(dropout=0.1),
+}
+EVERY = dict(PLANS["softcap"] | PLANS["alibi"] | PLANS["sinks"] | PLANS["lengths"] | PLANS["mask"] | PLANS["float32 bias"])
+PLANS |= {"every option": EVERY | {"dropout": 0.1}, "every option, strided": EVERY | {"dropout": 0.1, "step": 3}, "every option but dropout": EVERY}
+PLACES = (((64,), {}), ((64,), {"causal": True, "seqlen_k": 2048}), ((128,), {"window": (100, 50)}), ((128,), {"seqlen_k": 2048}), ((256,), {}))
+MORE_PLACES = (((64,), {"window": (100, 50)}), ((192,), {}), ((192, 128), {"causal": True}), ((256,), {"seqlen_k": 2048}), ((72, 40), {}))
+
+
+def fitted(options, seqlen_k):
+    """Mask and bias for another number of keys."""
+    return {name: ((*x[0][:-1], seqlen_k), x[1]) if name in ("mask", "bias") else x for name, x in options.items()}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plans_compile_without_spills(name):
+    for dims, options in PLACES + (MORE_PLACES if name.startswith("every") else ()):
+        made = plan(*dims, **options, **fitted(PLANS[name], options.get("seqlen_k", S)))
+        request = sm90.request(made)
+        ptx = toolchain.compile_ptx(request)
+        check_launch(ptx, tuple(sm90.parameters(made)), made.grid, made.threads, made.shared_bytes, MAX_SHARED)
+        report = toolchain.ptxas_report(ptx, request.arch)
+        assert (report.stack_bytes, report.spill_stores, report.spill_loads, report.notes) == (0, 0, 0, ()), (dims, options, made.config)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_head_dim_fits_the_hardware(name):
+    for options in ({}, {"causal": True}, {"seqlen_k": 4096}):
+        for d, dv in itertools.product(range(8, 257, 24), repeat=2):
+            config = plan(d, dv, **options, **fitted(PLANS[name], options.get("seqlen_k", S))).config
+            assert SharedMemory.of(config).total <= MAX_SHARED, config
+            producer, consumer = config.registers
+            launched = 65536 // config.threads // 8 * 8  # what the block has to share out
+            assert producer + config.consumers * consumer <= (config.consumers + 1) * launched, config
+            assert config.kv_block // 2 + config.kv_block // 4 + config.padded_head_dim_v // 2 <= consumer - 24, config
+            assert config.kv_block % (KEYS_OF_A_DRAW if config.options.dropout else 16) == 0 and config.hold <= config.kv_block // 4
+
+
+def test_absent_options_cost_nothing():
+    """A kernel without options has no more parameters, barriers or code than before there were any."""
+    made = plan(128)
+    assert not made.config.options and not made.config.inspected
+    assert len(sm90.parameters(made)) == 17
+    ptx = toolchain.compile_ptx(sm90.request(made)).text
+    assert "ld.global" not in ptx and "fma.rn.bf16x2" not in ptx
+
+
+def test_an_option_is_read_as_it_lies():
+    """Loads of a mask: pairs where they lie side by side, a row where all rows are one; nothing is copied."""
+    for name, load, share in (("mask", "u16", 4), ("strided mask", "u8", 2), ("mask of keys", "u16", 8)):
+        made = plan(128, **PLANS[name])
+        assert not made.copies
+        loads = toolchain.compile_ptx(sm90.request(made)).text.count(f"ld.global.nc.{load}")
+        assert round(loads * share / made.config.kv_block) == 2, "of the first block, and of the others"
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_supports_every_option(name):
+    problem = plan(64, **PLANS[name]).problem
+    assert not sm90.supports(problem, H200)
+    assert dispatch.family("sm90", "backward").supports(problem, H200), "the gradients have none yet"
+
+
+def test_random_bits_keep_heads_apart():
+    grouped = {"heads": 8, "kv_heads": 2, "causal": True}
+    assert plan(128, **grouped).config.pack == 4
+    assert plan(128, **grouped, dropout=0.1).config.pack == 1
+
+
+def test_softcap_far_above_the_scores_is_exact():
+    """Both formulas of tanh, in float32 and for any argument."""
+    x = np.float32([0, -0.0, 1e-30, 1e-6, 0.01, 0.1, 1, 5, -20, 88, 1e4, -1e30, np.inf, -np.inf])
+    for cap, kind, tolerance in ((2.0, "low", 4e-7), (2.0, "high", 2e-6), (1e6, "high", 2e-6), (1e37, "high", 2e-6)):
+        named = {"cap": np.float32(cap), "cap_slope": np.float32(0.5 / cap), "cap_exponent": np.float32(LOG2E / cap)}
+        with np.errstate(all="ignore"):
+            got = np.array([bodies.capped(straight.SimulatorOps, kind, each, named) for each in x], np.float64)
+            exact = cap * np.tanh(0.5 * x.astype(np.float64) / cap)
+        assert (np.abs(got - exact) <= tolerance * (cap if kind == "low" else np.abs(exact)) + cap * 2.0**-149).all(), (cap, kind)

@@ -19,7 +19,8 @@ NEVER = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """What is compiled in: tile sizes, heads that share a tile, whether the band is bounded on a side, and whether tiles may lie past the last query."""
+    """What is compiled in: tile sizes, heads that share a tile, whether the band is bounded on a side, and whether tiles may lie past the last
+    query."""
 
     q_tile: int
     kv_block: int

@@ -426,7 +426,6 @@ class GpuOps:
 
     def pair(self, dtype, word):
         """The float32 values of the lower and the upper half of an int32 that holds two float16 or bfloat16."""
-        builder = self.builder
         if dtype == "float16":
             halves = ("{.reg .b16 h, u; mov.b32 {h, u}, $1; cvt.f32.f16 $0, h;}", "{.reg .b16 h, u; mov.b32 {h, u}, $1; cvt.f32.f16 $0, u;}")
             return [self._pure(llvm_f32, text, "=f,r", word) for text in halves]

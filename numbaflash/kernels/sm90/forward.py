@@ -222,7 +222,8 @@ def build(config: ForwardConfig) -> KernelSource:
     store_out = reduce(in_turn, [make_store(part) for part in range(config.out_parts)])
 
     def kernel(
-        q_map, k_map, v_map, out_map, lse, seqlen_q, seqlen_k, offset, left, right, heads, group, q_blocks, columns, section, tiles, scale_log2, *options
+        q_map, k_map, v_map, out_map, lse, seqlen_q, seqlen_k, offset, left, right, heads, group, q_blocks, columns, section, tiles,
+        scale_log2, *options
     ):  # fmt: skip
         tid = cuda.threadIdx.x
         warpgroup = warp.shuffle_index(warpgroup_of(tid), 0)
@@ -279,25 +280,24 @@ def build(config: ForwardConfig) -> KernelSource:
                         j = preceding(j)
                     turn = following(turn)
                     tile = tile_of_turn(turn, block, blocks)
-            if inspected:
-                if tid >= 32:
-                    inspector, lane = preceding(warp_of(tid)), within_warp(tid)
-                    place = start()
-                    while tile < tiles:
-                        q_block, column = tile_order(tile, q_blocks, columns, section)
-                        batch, head, kv_head = heads_of(column, heads, group)
-                        if lengths:
-                            bounds = bounds_of_entry(batch, (seqlen_q, seqlen_k, offset, left, right), options)
-                        first, end = blocks_of_tile(q_block, bounds)
-                        j = preceding(end)
-                        while j >= first:
-                            pipeline.wait(v_full, place)
-                            inspect(s_v, place, j, inspector, lane, q_block, batch, head, bounds, options)
-                            pipeline.release(v_seen, place, lane)
-                            place = advance(place)
-                            j = preceding(j)
-                        turn = following(turn)
-                        tile = tile_of_turn(turn, block, blocks)
+            if inspected and tid >= 32:
+                inspector, lane = preceding(warp_of(tid)), within_warp(tid)
+                place = start()
+                while tile < tiles:
+                    q_block, column = tile_order(tile, q_blocks, columns, section)
+                    batch, head, kv_head = heads_of(column, heads, group)
+                    if lengths:
+                        bounds = bounds_of_entry(batch, (seqlen_q, seqlen_k, offset, left, right), options)
+                    first, end = blocks_of_tile(q_block, bounds)
+                    j = preceding(end)
+                    while j >= first:
+                        pipeline.wait(v_full, place)
+                        inspect(s_v, place, j, inspector, lane, q_block, batch, head, bounds, options)
+                        pipeline.release(v_seen, place, lane)
+                        place = advance(place)
+                        j = preceding(j)
+                    turn = following(turn)
+                    tile = tile_of_turn(turn, block, blocks)
         else:  # ------------------------------------------------------------------------------------ consumers
             more_registers()
             w, thread, lane, my_row, my_column, my_turn, next_turn = place_of_thread(tid, warpgroup)

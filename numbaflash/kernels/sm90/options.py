@@ -154,10 +154,8 @@ class Options:
         for (name, axes), given in zip(_AXES.items(), present, strict=True):
             if given:
                 found += [(name, "pointer"), *((f"{name}_{axis}", "int64") for axis in axes)]
-        if self.dropout or self.seqlens_k:
-            found.append(("first_key", "int32"))
         if self.dropout:
-            found += [("seed", "pointer"), ("keep_limit", "int32"), ("keep_factor", "float32")]
+            found += [("first_key", "int32"), ("seed", "pointer"), ("keep_limit", "int32"), ("keep_factor", "float32")]
         return tuple(found)
 
     def arguments(self, problem: Problem, layouts: Layouts) -> list:
@@ -175,7 +173,8 @@ class Options:
             values |= {f"{name}_{axis}": step for axis, step in strides.items()}
             offsets[name] = first * strides.get("key", 0)
         return [
-            toolchain.Pointer(name, offsets[name]) if dtype == "pointer" else toolchain.Scalar(dtype, values[name]) for name, dtype in self.parameters()
+            toolchain.Pointer(name, offsets[name]) if dtype == "pointer" else toolchain.Scalar(dtype, values[name])
+            for name, dtype in self.parameters()
         ]
 
 

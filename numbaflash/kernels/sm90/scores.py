@@ -1,8 +1,9 @@
 """What options do to a thread's scores: `Scores.change` is the one place where a score is changed, `Scores.hide` the one where a mask hides.
 
-A thread has columns ``2 * (lane % 4) + 8 * n + {0, 1}`` of two rows, 8 apart, of a block of scores (`numbaflash.ptx.fragment`). What it needs to know of its
-rows in a tile it finds out once, as its *seat*; what it reads for a block, elements of the mask and the bias, are the block's *words*, which can be on
-their way while the products are. In the forward rows are queries (with packed heads, the heads of one query after the other) and columns are keys.
+A thread has columns ``2 * (lane % 4) + 8 * n + {0, 1}`` of two rows, 8 apart, of a block of scores (`numbaflash.ptx.fragment`). What it needs to
+know of its rows in a tile it finds out once, as its *seat*; what it reads for a block, elements of the mask and the bias, are the block's *words*,
+which can be on their way while the products are. In the forward rows are queries (with packed heads, the heads of one query after the other) and
+columns are keys.
 
 With an option that changes scores they are in natural units from there on, and so are m and the LSE; else they are bare products.
 """
@@ -72,7 +73,8 @@ class Scores:
         return types.Tuple(list(self._seat().values()))
 
     def take_seat(self, pack: int):
-        """``f(row, column, batch, head, seqlen_q, bounds, options) -> seat``: of packed rows ``row`` and ``row + 8`` of a tile's heads and of a first column.
+        """``f(row, column, batch, head, seqlen_q, bounds, options) -> seat`` of packed rows ``row`` and ``row + 8`` of a tile's heads, from a
+        column on.
 
         Rows past the last query read what the last one reads: nothing of it is kept.
         """
@@ -221,9 +223,8 @@ class Scores:
     # ---- the end of a softmax
 
     def finish(self, pack: int):
-        """``f(statistics, row, head, length_q, scale_log2, options) -> statistics``: the LSE of the thread's two rows in the place of m, l summed over the quad,
-        and as a what the output is to be multiplied by, 0 in a row that has seen nothing. Rows from ``length_q`` on have seen nothing.
-        """
+        """``f(statistics, row, head, length_q, scale_log2, options) -> statistics``: the LSE of the thread's two rows in the place of m, l summed
+        over the quad, and as a what the output is to be multiplied by, 0 in a row that has seen nothing, as rows from ``length_q`` on have."""
 
         def body(ops, statistics, row, head, length_q, scale_log2, options):
             named = self._named(options)
@@ -255,14 +256,14 @@ class Scores:
     # ---- lengths, and what no query sees
 
     def bounds_of_entry(self, right: bool):
-        """``f(batch, bounds, options) -> bounds`` of a batch entry: its own lengths, offset, and as the number of keys that up to the last one that a query of
-        it may see."""
+        """``f(batch, bounds, options) -> bounds`` of a batch entry: its own number of queries and offset, and as the number of keys that up to the
+        last one that a query of it may see."""
 
         def body(ops, batch, bounds, options):
             named = self._named(options)
             seqlen_q, seqlen_k, offset, *window = bounds
-            length_q = self._length(ops, named, "seqlens_q", batch, seqlen_q, None)
-            length_k = self._length(ops, named, "seqlens_k", batch, seqlen_k, named.get("first_key"))
+            length_q = self._length(ops, named, "seqlens_q", batch, seqlen_q)
+            length_k = self._length(ops, named, "seqlens_k", batch, seqlen_k)  # no key is cut off before the first one where there are lengths
             if self.options.per_entry:
                 offset = length_k - length_q
             end = length_k
@@ -272,17 +273,14 @@ class Scores:
 
         return straight_line(BOUNDS, (I32, BOUNDS, self._given), body)
 
-    def _length(self, ops, named, name, batch, most, first):
+    def _length(self, ops, named, name, batch, most):
         dtype = getattr(self.options, name)
         if not dtype:
             return most
         length = ops.fetch("s64" if dtype == "int64" else "b32", _element(ops, named, name, batch=batch), 0)
         if dtype == "int64":
-            length = ops.narrow(ops.maximum(ops.minimum(length, ops.wide(ops.integer(2**31 - 1))), ops.wide(ops.integer(0))))
-        length = ops.maximum(length, ops.integer(0))
-        if first is not None:
-            length = ops.maximum(length - first, ops.integer(0))
-        return ops.minimum(length, most)
+            length = ops.narrow(ops.maximum(ops.minimum(length, ops.wide(most)), ops.wide(ops.integer(0))))
+        return ops.minimum(ops.maximum(length, ops.integer(0)), most)
 
     def seen_keys(self, left: bool):
         """``f(block, bounds) -> (first, end)``: of a block, the keys that some query of a batch entry may see as far as lengths and band go."""
@@ -295,7 +293,8 @@ class Scores:
         return straight_line(types.UniTuple(I32, 2), (I32, BOUNDS), body)
 
     def sees(self, pack: int, left: bool, right: bool):
-        """``f(row, key, batch, head, bounds, options) -> int32``: 1 where a packed row of a tile's heads sees a key that lies within the bounds, else 0."""
+        """``f(row, key, batch, head, bounds, options) -> int32``: 1 where a packed row of a tile's heads sees a key that is one of `seen_keys`,
+        else 0."""
 
         def body(ops, row, key, batch, head, bounds, options):
             named = self._named(options)
@@ -307,8 +306,8 @@ class Scores:
             if right:
                 seen &= place + bounds[4] >= key
             if self.options.mask:
-                shown = ops.fetch("u8", _element(ops, named, "mask", batch=batch, head=head * pack + row % pack, query=query, key=key), 0, ops.truth(seen))
-                seen &= shown != 0
+                element = _element(ops, named, "mask", batch=batch, head=head * pack + row % pack, query=query, key=key)
+                seen &= ops.fetch("u8", element, 0, ops.truth(seen)) != 0
             return ops.truth(seen)
 
         return straight_line(I32, (*(I32,) * 4, BOUNDS, self._given), body)
@@ -325,8 +324,8 @@ def _element(ops, named, name, **indices):
 def capped(ops, cap: str, product, named):
     """Straight-line ``cap * tanh(scale * product / cap)``.
 
-    ``tanh(y) = 1 - 2 / (1 + exp(2 y))`` errs by some 3e-7, in proportion to the cap. For a "high" one small arguments take a series, and the error is one of the
-    score: 1e-6.
+    ``tanh(y) = 1 - 2 / (1 + exp(2 y))`` errs by some 3e-7, in proportion to the cap. For a "high" one small arguments take a series, and the error
+    is one of the score: 1e-6.
     """
     e = ops.exp2(product * named["cap_exponent"])
     t = ops.fma(ops.reciprocal(e + 1.0), ops.constant("float32", -2.0), ops.constant("float32", 1.0))

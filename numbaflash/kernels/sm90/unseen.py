@@ -1,8 +1,8 @@
 """Values that no row of a tile sees must not be multiplied: a weight of 0 times NaN is NaN.
 
-Where only the device knows what is seen (a mask, lengths), the warps of the producer's warpgroup that issue no loads stand between the loads of V and the
-consumers. They look through a block of V for NaN and infinity, and replace the rows of keys that no row of the tile sees by zeros. That there is something
-to replace is rare; what it costs is to look, a few percent of a consumer's instructions.
+Where only the device knows what is seen (a mask, lengths), the warps of the producer's warpgroup that issue no loads stand between the loads of V
+and the consumers. They look through a block of V for NaN and infinity, and replace the rows of keys that no row of the tile sees by zeros. That there
+is something to replace is rare; what it costs is to look, a few percent of the consumers' instructions.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _ROWS = 4  # that a warp looks at together: 8 lanes a row of a panel
 
 
 def build(config: ForwardConfig):
-    """``inspect(stages, place, block, inspector, lane, q_block, batch, head, bounds, options)``: done by every warp of the inspectors before the consumers may
-    read the stage of V at that place. ``bounds`` are those of the batch entry."""
+    """``inspect(stages, place, block, inspector, lane, q_block, batch, head, bounds, options)``: done by every warp of the inspectors before the
+    consumers may read the stage of V at that place. ``bounds`` are those of the batch entry."""
     memory = SharedMemory.of(config)
     panels, panel_bytes, kv_block, q_tile, pack = memory.v_panels, memory.kv_panel_bytes, config.kv_block, config.q_tile, config.pack
     masked = config.options.mask is not None
@@ -48,14 +48,12 @@ def build(config: ForwardConfig):
     def is_seen(row, block, lane, q_block, batch, head, bounds, first, end, options):
         """Not 0 where a row of the tile sees the key of a row of V."""
         found = lies_in(row, first, end)
-        if masked:
-            if found != 0:
-                key, mine, seeing = key_of(block, row), lane, found
-                found = warp.ballot(0)
-                while mine < q_tile and found == 0:
-                    seeing = sees(row_of(q_block, mine), key, batch, head, bounds, options)
-                    found = warp.ballot(seeing)
-                    mine = next_lanes(mine)
+        if masked and found != 0:
+            key, mine = key_of(block, row), lane
+            found = warp.ballot(0)
+            while mine < q_tile and found == 0:
+                found = warp.ballot(sees(row_of(q_block, mine), key, batch, head, bounds, options))
+                mine = next_lanes(mine)
         return found
 
     @inline
@@ -69,10 +67,9 @@ def build(config: ForwardConfig):
                 if suspects != 0:
                     row = rows
                     while row < past_rows(rows):
-                        if of_row(suspects, row) != 0:
-                            if is_seen(row, block, lane, q_block, batch, head, bounds, first, end, options) == 0:
-                                blank(stage, row, lane)
-                                tma.fence_async()
+                        if of_row(suspects, row) != 0 and is_seen(row, block, lane, q_block, batch, head, bounds, first, end, options) == 0:
+                            blank(stage, row, lane)
+                            tma.fence_async()
                         row = next_row(row)
                 rows = next_rows(rows)
         warp.sync()
