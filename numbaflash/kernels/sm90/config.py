@@ -233,8 +233,11 @@ def option_tiles(problem: Problem, tiles: dict, options: Options) -> dict:
     widest, most = max(problem.head_dim, problem.head_dim_v), tiles["kv_block"]
     if widest <= 64 and (options.mask or options.dropout):
         tiles, most = {"q_tile": 128, "q_stages": 2}, 128
-    if options.dropout:
-        most = min(most, (64 if options.reads else 128) if widest <= 128 else 32 if options.reads and widest > 192 else 64)
-    elif options.mask and not options.mask.pairs and 64 < widest <= 128:
+    apart = any(access and not access.pairs for access in (options.mask, options.bias))  # an address for each element
+    if options.dropout and options.reads:
+        most = min(most, 64 if widest <= (128 if apart else 192) else 32)
+    elif options.dropout:
+        most = min(most, 128 if widest <= 128 else 64)
+    elif options.mask and apart and 64 < widest <= 128:
         most = min(most, 96)
     return tiles | {"kv_block": most, "hold": min(tiles.get("hold", 16), most // 4)}
