@@ -53,6 +53,17 @@ def call(function, *arguments):
     return function(SimulatorOps, *arguments)
 
 
+def walk(band, last_first, tile, group, bounds):
+    """(block, whether it is plain) of each step of a tile."""
+    block, plain, border, end = (int(x) for x in call(band.walk(last_first), np.int32(tile), np.int32(group), bounds))
+    assert 0 <= plain <= border <= end
+    steps, member = [], 0
+    for step in range(end):
+        steps.append((block, plain <= step < border))
+        block, member = (int(x) for x in call(band.next_step(last_first), np.int32(block), np.int32(member), np.int32(group)))
+    return steps
+
+
 @pytest.fixture
 def bodies(monkeypatch):
     """`bands` whose functions are plain bodies."""
@@ -72,15 +83,19 @@ def test_index_arithmetic(bodies, options, kv_tile, q_block):
         tiles, blocks = -(-seqlen_k // kv_tile), -(-seqlen_q // q_block)
         visits = {m: [] for m in range(blocks)}
         for n in range(tiles):
-            first, plain_first, plain_end, end = (int(x) for x in call(band.of_tile(), np.int32(n), bounds))
-            assert 0 <= first <= plain_first <= plain_end <= end <= blocks
+            walks = [walk(band, last_first, n, group, bounds) for last_first, group in ((False, 1), (True, 1), (False, 3), (True, 3))]
+            plain = dict(walks[0])
             for m in range(blocks):
                 part = seen[m * q_block : (m + 1) * q_block, n * kv_tile : (n + 1) * kv_tile]
-                assert first <= m < end or not part.any()
-                if plain_first <= m < plain_end:
+                assert m in plain or not part.any()
+                if plain.get(m):
                     assert part.all() and part.shape[1] == kv_tile
-                if first <= m < end:
+                if m in plain:
                     visits[m].append(n)
+            assert all(0 <= m < blocks for m in plain) and list(plain) == sorted(plain)
+            assert walks[1] == walks[0][::-1], "the same blocks, the last ones first"
+            for alone, of_three in zip(walks[:2], walks[2:], strict=True):
+                assert of_three == [step for step in alone for _ in range(3)], "each block once for each head of the group"
             for key, column in itertools.product((0, 9, kv_tile - 9), (0, 6)):
                 limits = [int(x) for x in call(band.limits(), np.int32(n * kv_tile + key), np.int32(column), bounds)]
                 for row, (low, high) in enumerate(zip(limits[:2], limits[2:], strict=True)):
@@ -107,8 +122,7 @@ def test_what_is_trimmed_and_what_tiles_cost(bodies, options):
         band = bodies.KeyBand(config.kv_tile, config.q_block, config.left, config.right)
         bounds = [np.int32(n) for n in (seqlen_q, seqlen_k, problem.offset, problem.left or 0, problem.right or 0)]
         for n, cost in enumerate(q_blocks_of_tiles(problem, config)):
-            begin, *_, end = call(band.of_tile(), np.int32(n), bounds)
-            assert cost == end - begin
+            assert cost == len(walk(band, False, n, 1, bounds))
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (50, 20)}, {"causal": True, "deterministic": True}], ids=str)

@@ -107,28 +107,50 @@ class KeyBand:
     left: bool
     right: bool
 
-    def of_tile(self):
-        """``f(tile, bounds) -> (first, plain_first, plain_end, end)``: blocks that see a key of the tile; from the plain ones every query sees
-        every key. A tile that reaches past the last key has no plain blocks."""
+    def _blocks(self, ops, tile, bounds):
+        """(first, plain_first, plain_end, end): blocks that see a key of the tile; from the plain ones every query sees every key.
 
-        def body(ops, tile, bounds):
-            seqlen_q, seqlen_k, offset, left, right = bounds
-            key = tile * self.kv_tile
-            last_key = key + (self.kv_tile - 1)
-            first, end = ops.integer(0), (seqlen_q + (self.q_block - 1)) // self.q_block
-            if self.right:
-                first = ops.maximum(ops.minimum((key - offset - right) // self.q_block, end), 0)
-            if self.left:
-                end = ops.maximum(ops.minimum((ops.minimum(last_key, seqlen_k - 1) - offset + left) // self.q_block + 1, end), first)
-            plain_first, plain_end = first, end
-            if self.right:
-                plain_first = ops.maximum(ops.minimum((last_key - offset - right + (self.q_block - 1)) // self.q_block, end), first)
-            if self.left:
-                plain_end = ops.maximum(ops.minimum((key - offset + left + 1) // self.q_block, end), plain_first)
-            whole = last_key < seqlen_k
-            return [first, ops.select(whole, plain_first, end), ops.select(whole, plain_end, end), end]
+        A tile that reaches past the last key has no plain blocks.
+        """
+        seqlen_q, seqlen_k, offset, left, right = bounds
+        key = tile * self.kv_tile
+        last_key = key + (self.kv_tile - 1)
+        first, end = ops.integer(0), (seqlen_q + (self.q_block - 1)) // self.q_block
+        if self.right:
+            first = ops.maximum(ops.minimum((key - offset - right) // self.q_block, end), 0)
+        if self.left:
+            end = ops.maximum(ops.minimum((ops.minimum(last_key, seqlen_k - 1) - offset + left) // self.q_block + 1, end), first)
+        plain_first, plain_end = first, end
+        if self.right:
+            plain_first = ops.maximum(ops.minimum((last_key - offset - right + (self.q_block - 1)) // self.q_block, end), first)
+        if self.left:
+            plain_end = ops.maximum(ops.minimum((key - offset + left + 1) // self.q_block, end), plain_first)
+        whole = last_key < seqlen_k
+        return first, ops.select(whole, plain_first, end), ops.select(whole, plain_end, end), end
 
-        return straight_line(UniTuple(int32, 4), (int32, BOUNDS), body)
+    def walk(self, last_first):
+        """``f(tile, group, bounds) -> (block, plain, border, end)``: how a tile steps through the blocks that see it.
+
+        Each block is ``group`` steps, one a query head; ``block`` is that of the first step, the others follow, or with ``last_first`` precede
+        it. Steps from ``plain`` to ``border`` are plain, ``end`` is their number.
+        """
+
+        def body(ops, tile, group, bounds):
+            first, plain_first, plain_end, end = self._blocks(ops, tile, bounds)
+            if last_first:
+                return [end - 1, (end - plain_end) * group, (end - plain_first) * group, (end - first) * group]
+            return [first, (plain_first - first) * group, (plain_end - first) * group, (end - first) * group]
+
+        return straight_line(UniTuple(int32, 4), (int32, int32, BOUNDS), body)
+
+    def next_step(self, last_first):
+        """``f(block, member, group) -> (block, member)``: what comes after a block of queries of one of the group's heads."""
+
+        def body(ops, block, member, group):
+            last = member + 1 == group
+            return [ops.select(last, block - 1 if last_first else block + 1, block), ops.select(last, ops.integer(0), member + 1)]
+
+        return straight_line(UniTuple(int32, 2), (int32,) * 3, body)
 
     def turn(self, last_first):
         """``f(tile, block, bounds, tiles)``: tiles that see the block before this one does, in the order of keys or the last ones first."""

@@ -17,6 +17,7 @@ from ....ptx.index import plus
 from ....ptx.straight import straight_line
 from ...bands import KeyBand
 from .config import BackwardConfig, SharedMemory
+from .work import Work
 
 inline = cuda.jit(device=True, inline="always")
 
@@ -25,12 +26,12 @@ ALL = 1  # all consumers: dS is complete, K has been read
 DQ_FULL, DQ_EMPTY = 2, 5  # of the first consumer, shared with the warp that sends its part away
 STAGING = 8  # of the first consumer; one a consumer
 
-Consumer = namedtuple("Consumer", "w thread lane limits k v ds ds_read k_part dq part_ready part_free columns scale_log2")
+Consumer = namedtuple("Consumer", "w thread lane limits k v ds ds_read k_part dq columns scale_log2")
 """What a step needs beside its state: descriptors, addresses, and the queries that the thread's keys are seen by."""
 
 
 def consumers(config: BackwardConfig, memory: SharedMemory):
-    """(prepare, begin, masked step, plain step, finish, settle, zeros of dK, zeros of dV, leave) for `kernel`; no begin and finish here."""
+    """The work of a configuration."""
     q_block, kv_tile, count, parts, part_columns = config.q_block, config.kv_tile, config.consumers, config.parts, config.part_columns
     d, dv_columns = config.padded_head_dim, config.padded_head_dim_v
     with_dq, with_dk, with_dv, with_ds = config.with_dq, config.with_dk, config.with_dv, config.with_ds
@@ -52,11 +53,12 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     row_operand, k_part_operand, ds_operand = wgmma.operand(), wgmma.operand(0, kv_panel_bytes), wgmma.operand(memory.ds_bytes)
     q_operand, dout_operand = wgmma.operand(memory.q_bytes), wgmma.operand(memory.dout_bytes)
     q_mn_operand, dout_mn_operand = wgmma.operand(memory.q_bytes, q_panel_bytes), wgmma.operand(memory.dout_bytes, q_panel_bytes)
-    wait_scores, wait_value_scores = wgmma.wait(1 if with_ds else 0, q_block), wgmma.wait(0, q_block, q_block)
-    before_dk = 1 if with_dk else 0
-    wait_dq_dv = wgmma.wait(before_dk, part_columns, dv_columns)
-    wait_dv, wait_dq = wgmma.wait(before_dk, dv_columns), wgmma.wait(before_dk, part_columns)
-    wait_dk, scale_dk = wgmma.wait(0, d), fragment.scale(d)
+    wait_first_scores, wait_value_scores = wgmma.wait(0, q_block), wgmma.wait(0, q_block, q_block)
+    # What comes behind may still be under way: dQ and dK, or dK and the next block's scores.
+    wait_dv = wgmma.wait(with_dq + with_dk, dv_columns)
+    wait_dq, wait_last_dq = (wgmma.wait(with_dk + ahead, part_columns) for ahead in (1, 0))
+    wait_dk_and_scores, wait_last_dk = wgmma.wait(0, d, q_block), wgmma.wait(0, d)
+    scale_dk = fragment.scale(d)
     bounded, select_dk, select_dv = config.left or config.right, fragment.select_rows(d), fragment.select_rows(dv_columns)
     probabilities, score_gradients = fragment.probabilities(q_block), fragment.score_gradients(q_block)
     mask = fragment.mask_band(q_block, True, config.left, 0.0)
@@ -97,19 +99,23 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
         own_k, own_v, own_ds, ds_read, k_part, own_dq, columns = places_of_consumer(w, column, s_k, s_v, s_ds, s_dq)
         return Consumer(
             w, thread, lane, limits_of_keys(key, column, bounds), row_operand(own_k, only()), row_operand(own_v, only()), own_ds, ds_read,
-            k_part_operand(k_part, only()), own_dq, plus(w, DQ_FULL), plus(w, DQ_EMPTY), columns, scale_log2,
+            k_part_operand(k_part, only()), own_dq, columns, scale_log2,
         )  # fmt: skip
 
-    def make_step(masked):
+    @inline
+    def enter(dk, dv, place, m, number, ring, sums, my):
+        """The scores of the first block of queries are under way."""
+        pipeline.wait(ring.q_full, place)
+        return wait_first_scores(scores(my.k, q_operand(ring.q, place))), dk, dv, place
+
+    def make_step(masked, last):
         @inline
-        def step(dk, dv, place, m, first, before, ring, sums, my):
-            """A block of queries."""
-            pipeline.wait(ring.q_full, place)
-            s = scores(my.k, q_operand(ring.q, place))
+        def step(s, dk, dv, place, m, number, ring, sums, my):
+            """A block of queries. The scores of the next one are computed while this one's dQ and dK are, and its dQ is sent away."""
             pipeline.wait(ring.dout_full, place)
             if with_ds:
                 dp = value_scores(my.v, dout_operand(ring.dout, place))
-            p = probabilities(wait_scores(s), plus(values_at(ring.shifts, place), my.columns), my.scale_log2)
+            p = probabilities(s, plus(values_at(ring.shifts, place), my.columns), my.scale_log2)
             if masked:
                 p = mask(p, m, my.limits)
             if with_ds:
@@ -128,34 +134,40 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
                 dq = part_of_dq(ds_operand(my.ds_read, place), my.k_part)
             if with_dk:
                 dk = add_dk(dk, ds16, q_mn_operand(ring.q, place))
-            if with_dq and with_dv:
-                dq, dv = wait_dq_dv(dq, dv)
-            elif with_dq:
-                dq = wait_dq(dq)
-            elif with_dv:
+            if with_dv:
                 dv = wait_dv(dv)
             pipeline.release(ring.dout_empty, place, my.lane)
+            after = advance(place)
+            if not last:
+                pipeline.wait(ring.q_full, after)
+                s = scores(my.k, q_operand(ring.q, after))
             if with_dq:
-                send(dq, my)
-            if with_dk:
-                dk = wait_dk(dk)
+                send((wait_last_dq if last else wait_dq)(dq), my)
+            if not last:
+                dk, s = wait_dk_and_scores(dk, s)
+            elif with_dk:
+                dk = wait_last_dk(dk)
             pipeline.release(ring.q_empty, place, my.lane)
-            return dk, dv, advance(place)
+            return s, dk, dv, after
 
         return step
+
+    last_step = make_step(True, True)
+
+    @inline
+    def finish(s, dk, dv, place, m, number, ring, sums, my):
+        """The last block, which may lie on the border of the band."""
+        _, dk, dv, place = last_step(s, dk, dv, place, m, number, ring, sums, my)
+        return dk, dv, place
 
     @inline
     def send(dq, my):
         """Stage a part of dQ for the warp that sends it away."""
         if my.w < parts:
-            warp.barrier_sync(my.part_free, 160)
+            warp.barrier_sync(plus(my.w, DQ_EMPTY), 160)
             put_part(dq, my.dq, my.thread)
             tma.fence_async()
-            warp.barrier_arrive(my.part_ready, 160)
-
-    @inline
-    def settle(my):
-        """Nothing is owed after a step: the warps that send dQ away keep the turns."""
+            warp.barrier_arrive(plus(my.w, DQ_FULL), 160)
 
     @inline
     def leave(dk, dv, n, bounds, kv_head, batch, dk_map, dv_map, s_k, s_v, kv_empty, scale_of_dk, my):
@@ -179,4 +191,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
             tma.wait_stores_read()
             mbarrier.arrive(kv_empty)
 
-    return prepare, None, make_step(True), make_step(False), None, settle, fragment.zeros(d), fragment.zeros(dv_columns), leave
+    return Work(
+        prepare, fragment.zeros(d), fragment.zeros(dv_columns), enter, make_step(True, False), make_step(False, False), finish, leave,
+        enters_with_a_step=False, last_apart=True,
+    )  # fmt: skip

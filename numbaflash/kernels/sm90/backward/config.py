@@ -52,6 +52,7 @@ class BackwardConfig(Warpgroups):
     with_dk: bool = True
     with_dv: bool = True
     deterministic: bool = False
+    ascend: bool = False
 
     consumers = 2
 
@@ -87,6 +88,14 @@ class BackwardConfig(Warpgroups):
     def last_keys_first(self) -> bool:
         """Whether tiles of later keys add to dq, and run, before those of earlier ones."""
         return self.deterministic and self.right
+
+    @property
+    def last_queries_first(self) -> bool:
+        """Whether a tile steps from the last block of queries to the first: so all tiles of a head start with the same one.
+
+        They then read the same blocks at the same time. Where tiles add to dQ in turn, that would make them wait in line.
+        """
+        return not (self.deterministic or self.ascend)
 
     @property
     def with_ds(self) -> bool:
@@ -159,7 +168,7 @@ def backward_config(problem: Problem, *, with_dq: bool, with_dk: bool, with_dv: 
         head_dim_v=problem.head_dim_v,
         q_block=128 if widest <= 64 else 64,
         kv_tile=128 if widest <= 128 else 64,
-        registers=(24, 240) if widest <= 64 else (40, 232),
+        registers=(24, 240) if widest <= 128 else (40, 232),
         left=problem.left is not None,
         right=problem.right is not None,
         with_dq=with_dq,

@@ -39,8 +39,11 @@ def build(config: BackwardConfig) -> KernelSource:
     with_dq, with_ds, deterministic, has_left = config.with_dq, config.with_ds, config.deterministic, config.left
     memory = SharedMemory.of(config)
     work = (by_columns if config.columns_apart else by_keys).consumers(config, memory)
-    prepare, begin, masked_step, plain_step, finish, settle, zero_dk, zero_dv, leave = work
-    overlap = config.overlap
+    prepare, enter, masked_step, plain_step, finish, leave = work.prepare, work.enter, work.masked_step, work.plain_step, work.finish, work.leave
+    zero_dk, zero_dv, enters_with_a_step, last_apart = work.zero_dk, work.zero_dv, work.enters_with_a_step, work.last_apart
+    last_queries_first = config.last_queries_first
+    # A tile that reaches past the last key has masked steps only: those of the loop on the side of the right bound.
+    masked_before, masked_after = (has_left, True) if last_queries_first else (True, has_left)
     band = KeyBand(kv_tile, q_block, config.left, config.right)
 
     load_k, load_v = (tma.load_panels(4, n, memory.kv_panel_bytes) for n in (memory.loaded_qk_panels, memory.loaded_v_panels))
@@ -58,7 +61,7 @@ def build(config: BackwardConfig) -> KernelSource:
     init_full, init_empty = mbarrier.init_ring(stages, 1), mbarrier.init_ring(stages, 4 * consumers)
 
     # Index arithmetic.
-    blocks_of_tile, turn_of = band.of_tile(), band.turn(config.last_keys_first)
+    walk_of_tile, next_step, turn_of = band.walk(last_queries_first), band.next_step(last_queries_first), band.turn(config.last_keys_first)
 
     def order(ops, tile, kv_tiles, columns, section):
         """(tile of keys, kv head over the batch). The first keys, which most queries see under a right bound, go first.
@@ -82,7 +85,8 @@ def build(config: BackwardConfig) -> KernelSource:
     row_of = straight_line(int32, (int32,) * 2, lambda ops, m, first_query: m * q_block - first_query)
     key_of = straight_line(int32, (int32,) * 2, lambda ops, n, first_key: n * kv_tile - first_key)
     head_of = straight_line(int32, (int32,) * 3, lambda ops, kv_head, group, member: kv_head * group + member)
-    blocks_before = straight_line(int32, (int32,) * 4, lambda ops, batch, head, heads, q_blocks: (batch * heads + head) * q_blocks)
+    block_number = straight_line(int32, (int32,) * 5, lambda ops, batch, head, heads, q_blocks, m: (batch * heads + head) * q_blocks + m)
+    least = straight_line(int32, (int32,) * 2, lambda ops, a, b: ops.minimum(a, b))
     staged_part = straight_line(int32, (int32,) * 2, lambda ops, s_dq, part: s_dq + part * memory.part_bytes)
     ticket_at = straight_line(uint64, (uint64,), lambda ops, turns: turns - TICKET_BYTES)
     only = pipeline.start(0)
@@ -126,31 +130,29 @@ def build(config: BackwardConfig) -> KernelSource:
                     while tile < tiles:
                         n, column = order(tile, kv_tiles, columns, section)
                         batch, kv_head, _ = heads_of(column, kv_heads, 1)
-                        first, _, _, end = blocks_of_tile(n, bounds)
+                        m, _, _, steps = walk_of_tile(n, group, bounds)
                         key = key_of(n, first_key)
                         pipeline.wait(kv_empty, kv_place)
                         load_k(s_k, only(), k_map, kv_full, key, kv_head, batch)
                         if with_ds:
                             load_v(s_v, only(), v_map, kv_full, key, kv_head, batch)
                         kv_place = kv_advance(kv_place)
+                        step = zero()
                         member = zero()
-                        while member < group:
+                        while step < steps:
                             head = head_of(kv_head, group, member)
-                            before = blocks_before(batch, head, heads, q_blocks)
-                            m = first
-                            while m < end:
-                                shifts_at, deltas_at = rows_at(shifts, deltas, plus(before, m))
-                                row = row_of(m, first_query)
-                                pipeline.wait(q_empty, place)
-                                load_row(s_shifts, place, shifts_at, q_full)
-                                load_q(s_q, place, q_map, q_full, row, head, batch)
-                                pipeline.wait(dout_empty, place)
-                                if with_ds:
-                                    load_row(s_deltas, place, deltas_at, dout_full)
-                                load_dout(s_dout, place, dout_map, dout_full, row, head, batch)
-                                place = advance(place)
-                                m = following(m)
-                            member = following(member)
+                            shifts_at, deltas_at = rows_at(shifts, deltas, block_number(batch, head, heads, q_blocks, m))
+                            row = row_of(m, first_query)
+                            pipeline.wait(q_empty, place)
+                            load_row(s_shifts, place, shifts_at, q_full)
+                            load_q(s_q, place, q_map, q_full, row, head, batch)
+                            pipeline.wait(dout_empty, place)
+                            if with_ds:
+                                load_row(s_deltas, place, deltas_at, dout_full)
+                            load_dout(s_dout, place, dout_map, dout_full, row, head, batch)
+                            place = advance(place)
+                            m, member = next_step(m, member, group)
+                            step = following(step)
                         turn = following(turn)
                         tile = tile_of_turn(turn, block, blocks)
             elif send_by_bulk and role <= parts:  # -------------------------------------------------- parts of dQ leave
@@ -161,28 +163,27 @@ def build(config: BackwardConfig) -> KernelSource:
                 while tile < tiles:
                     n, column = order(tile, kv_tiles, columns, section)
                     batch, kv_head, _ = heads_of(column, kv_heads, 1)
-                    first, _, _, end = blocks_of_tile(n, bounds)
+                    m, _, _, steps = walk_of_tile(n, group, bounds)
+                    step = zero()
                     member = zero()
-                    while member < group:
-                        before = blocks_before(batch, head_of(kv_head, group, member), heads, q_blocks)
-                        m = first
-                        while m < end:
-                            target, counter = part_at(sums, turns, part, plus(before, m))
-                            if deterministic:
-                                if warp.elect() != 0:
-                                    bulk.wait_turn(counter, turn_of(n, m, bounds, kv_tiles))
-                                cuda.syncwarp()
-                            warp.barrier_sync(ready, 160)
+                    while step < steps:
+                        number = block_number(batch, head_of(kv_head, group, member), heads, q_blocks, m)
+                        target, counter = part_at(sums, turns, part, number)
+                        if deterministic:
                             if warp.elect() != 0:
-                                add_part(target, source)
-                                tma.wait_stores_read()
+                                bulk.wait_turn(counter, turn_of(n, m, bounds, kv_tiles))
                             cuda.syncwarp()
-                            warp.barrier_arrive(free, 160)
-                            if deterministic and warp.elect() != 0:
-                                bulk.wait_done()
-                                bulk.end_turn(counter)
-                            m = following(m)
-                        member = following(member)
+                        warp.barrier_sync(ready, 160)
+                        if warp.elect() != 0:
+                            add_part(target, source)
+                            tma.wait_stores_read()
+                        cuda.syncwarp()
+                        warp.barrier_arrive(free, 160)
+                        if deterministic and warp.elect() != 0:
+                            bulk.wait_done()
+                            bulk.end_turn(counter)
+                        m, member = next_step(m, member, group)
+                        step = following(step)
                     turn = following(turn)
                     tile = tile_of_turn(turn, block, blocks)
                 if warp.elect() != 0:
@@ -193,23 +194,21 @@ def build(config: BackwardConfig) -> KernelSource:
                 while tile < tiles:
                     n, column = order(tile, kv_tiles, columns, section)
                     batch, kv_head, _ = heads_of(column, kv_heads, 1)
-                    first, _, _, end = blocks_of_tile(n, bounds)
+                    m, _, _, steps = walk_of_tile(n, group, bounds)
+                    step = zero()
                     member = zero()
-                    while member < group:
-                        before = blocks_before(batch, head_of(kv_head, group, member), heads, q_blocks)
-                        m = first
-                        while m < end:
-                            _, counter = part_at(sums, turns, part, plus(before, m))
-                            if warp.elect() != 0:
-                                bulk.wait_turn(counter, turn_of(n, m, bounds, kv_tiles))
-                            cuda.syncwarp()
-                            warp.barrier_sync(may_add, 160)
-                            warp.barrier_sync(added, 160)
-                            if warp.elect() != 0:
-                                bulk.end_turn(counter)
-                            cuda.syncwarp()
-                            m = following(m)
-                        member = following(member)
+                    while step < steps:
+                        _, counter = part_at(sums, turns, part, block_number(batch, head_of(kv_head, group, member), heads, q_blocks, m))
+                        if warp.elect() != 0:
+                            bulk.wait_turn(counter, turn_of(n, m, bounds, kv_tiles))
+                        cuda.syncwarp()
+                        warp.barrier_sync(may_add, 160)
+                        warp.barrier_sync(added, 160)
+                        if warp.elect() != 0:
+                            bulk.end_turn(counter)
+                        cuda.syncwarp()
+                        m, member = next_step(m, member, group)
+                        step = following(step)
                     turn = following(turn)
                     tile = tile_of_turn(turn, block, blocks)
         else:  # ------------------------------------------------------------------------------------ consumers
@@ -220,34 +219,42 @@ def build(config: BackwardConfig) -> KernelSource:
             while tile < tiles:
                 n, column = order(tile, kv_tiles, columns, section)
                 batch, kv_head, _ = heads_of(column, kv_heads, 1)
-                first, plain_first, plain_end, end = blocks_of_tile(n, bounds)
+                m, plain, border, steps = walk_of_tile(n, group, bounds)
                 my = prepare(tid, warpgroup, n, bounds, s_k, s_v, s_q, s_dout, s_ds, s_dq, scale_log2)
                 dk = zero_dk()
                 dv = zero_dv()
                 pipeline.wait(kv_full, kv_place)
                 kv_place = kv_advance(kv_place)
+                step = zero()
                 member = zero()
-                while member < group:
-                    before = blocks_before(batch, head_of(kv_head, group, member), heads, q_blocks)
-                    m = first
-                    if overlap and first < end:
-                        dk, dv, place = begin(dk, dv, place, m, first, before, ring, sums, my)
-                        m = following(m)
-                    while m < plain_first:
-                        dk, dv, place = masked_step(dk, dv, place, m, first, before, ring, sums, my)
-                        m = following(m)
-                    while m < plain_end:
-                        dk, dv, place = plain_step(dk, dv, place, m, first, before, ring, sums, my)
-                        m = following(m)
-                    if has_left:
-                        while m < end:
-                            dk, dv, place = masked_step(dk, dv, place, m, first, before, ring, sums, my)
-                            m = following(m)
-                    if overlap and first < end:
-                        dk, dv, place = finish(dk, dv, place, m, first, before, ring, sums, my)
-                    if keep_turns and first < end:
-                        settle(my)
-                    member = following(member)
+                if step < steps:
+                    limit = preceding(steps) if last_apart else steps
+                    number = block_number(batch, head_of(kv_head, group, member), heads, q_blocks, m)
+                    carried, dk, dv, place = enter(dk, dv, place, m, number, ring, sums, my)
+                    if enters_with_a_step:
+                        m, member = next_step(m, member, group)
+                        step = following(step)
+                    if masked_before:
+                        plain = least(plain, limit)
+                        while step < plain:
+                            number = block_number(batch, head_of(kv_head, group, member), heads, q_blocks, m)
+                            carried, dk, dv, place = masked_step(carried, dk, dv, place, m, number, ring, sums, my)
+                            m, member = next_step(m, member, group)
+                            step = following(step)
+                    border = least(border, limit)
+                    while step < border:
+                        number = block_number(batch, head_of(kv_head, group, member), heads, q_blocks, m)
+                        carried, dk, dv, place = plain_step(carried, dk, dv, place, m, number, ring, sums, my)
+                        m, member = next_step(m, member, group)
+                        step = following(step)
+                    if masked_after:
+                        while step < limit:
+                            number = block_number(batch, head_of(kv_head, group, member), heads, q_blocks, m)
+                            carried, dk, dv, place = masked_step(carried, dk, dv, place, m, number, ring, sums, my)
+                            m, member = next_step(m, member, group)
+                            step = following(step)
+                    number = block_number(batch, head_of(kv_head, group, member), heads, q_blocks, m)
+                    dk, dv, place = finish(carried, dk, dv, place, m, number, ring, sums, my)
                 leave(dk, dv, n, bounds, kv_head, batch, dk_map, dv_map, s_k, s_v, kv_empty, scale_of_dk, my)
                 turn = following(turn)
                 tile = tile_of_turn(turn, block, blocks)
