@@ -128,29 +128,20 @@ class KeyBand:
         whole = last_key < seqlen_k
         return first, ops.select(whole, plain_first, end), ops.select(whole, plain_end, end), end
 
-    def walk(self, last_first):
-        """``f(tile, group, bounds) -> (block, plain, border, end)``: how a tile steps through the blocks that see it.
+    def walk(self):
+        """``f(tile, group, step, bounds) -> (block, plain, border, end)``: how a tile steps through the blocks that see it.
 
-        Each block is ``group`` steps, one a query head; ``block`` is that of the first step, the others follow, or with ``last_first`` precede
-        it. Steps from ``plain`` to ``border`` are plain, ``end`` is their number.
+        From the first block to the last where ``step`` is 1, from the last to the first where it is -1. Each block is ``group`` steps, one a
+        query head. ``block`` is that of the first step; steps from ``plain`` to ``border`` are plain, ``end`` is their number.
         """
 
-        def body(ops, tile, group, bounds):
+        def body(ops, tile, group, step, bounds):
             first, plain_first, plain_end, end = self._blocks(ops, tile, bounds)
-            if last_first:
-                return [end - 1, (end - plain_end) * group, (end - plain_first) * group, (end - first) * group]
-            return [first, (plain_first - first) * group, (plain_end - first) * group, (end - first) * group]
+            up = step > 0
+            plain, border = ops.select(up, plain_first - first, end - plain_end), ops.select(up, plain_end - first, end - plain_first)
+            return [ops.select(up, first, end - 1), plain * group, border * group, (end - first) * group]
 
-        return straight_line(UniTuple(int32, 4), (int32, int32, BOUNDS), body)
-
-    def next_step(self, last_first):
-        """``f(block, member, group) -> (block, member)``: what comes after a block of queries of one of the group's heads."""
-
-        def body(ops, block, member, group):
-            last = member + 1 == group
-            return [ops.select(last, block - 1 if last_first else block + 1, block), ops.select(last, ops.integer(0), member + 1)]
-
-        return straight_line(UniTuple(int32, 2), (int32,) * 3, body)
+        return straight_line(UniTuple(int32, 4), (int32, int32, int32, BOUNDS), body)
 
     def turn(self, last_first):
         """``f(tile, block, bounds, tiles)``: tiles that see the block before this one does, in the order of keys or the last ones first."""

@@ -104,7 +104,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     key_of_thread = straight_line(int32, (int32,) * 2, lambda ops, n, thread: n * kv_tile + (thread >> 5) * 16 + ((thread & 31) >> 2))
 
     @inline
-    def prepare(tid, warpgroup, n, bounds, s_k, s_v, s_q, s_dout, s_ds, s_dq, scale_log2):
+    def prepare(tid, warpgroup, n, bounds, s_k, s_v, s_q, s_dout, s_ds, scale_log2):
         w, thread, lane, key, first_query, column = place_of_thread(tid, warpgroup, n)
         q_half, dout_half, k_part, q_part, dout_part, columns = places_of_consumer(w, column, s_k, s_q, s_dout)
         return Consumer(
@@ -174,7 +174,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
         return enter_overlapped(zero(), dk, dv, place, m, number, ring, sums, my)
 
     @inline
-    def finish_overlapped(carried, dk, dv, place, m, number, ring, sums, my):
+    def finish_overlapped(carried, dk, dv, place, ring, my):
         """dK of the last block of queries."""
         dk = wait_dk_alone(add_dk(dk, p_operand(second(my.pds), place), q_mn_operand(my.q_part, place)))
         pipeline.release(ring.q_empty, place, my.lane)
@@ -188,7 +188,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
         return zero(), dk, dv, place
 
     @inline
-    def finish(carried, dk, dv, place, m, number, ring, sums, my):
+    def finish(carried, dk, dv, place, ring, my):
         if deterministic:
             settle(my)
         return dk, dv, place
@@ -261,4 +261,4 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
         steps = (enter_with_a_step, make_overlapped_step(True, False), make_overlapped_step(False, False), finish_overlapped)
     else:
         steps = (enter, make_step(True), make_step(False), finish)
-    return Work(prepare, fragment.zeros(d_part), fragment.zeros(dv_part), *steps, leave, enters_with_a_step=config.overlap, last_apart=False)
+    return Work(prepare, fragment.zeros(d_part), fragment.zeros(dv_part), *steps, leave, enters_with_a_step=config.overlap)

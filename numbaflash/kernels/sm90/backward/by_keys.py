@@ -1,8 +1,8 @@
 """Consumers that own 64 keys each, for head dims up to 128: all of dK and dV of those keys are in one warpgroup's registers.
 
 Scores are computed transposed, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are register operands of dV += P^T dO and
-dK += dS^T Q. Only dS goes through shared memory, for dQ = dS K, which sums over the keys of all consumers: each computes a
-64 x 64 part of dQ, stages it, and a warp of the producer warpgroup adds it to the sum in global memory by a bulk copy.
+dK += dS^T Q. Only dS goes through shared memory, for dQ = dS K, which sums over the keys of all consumers: a warpgroup of its own
+computes that (`dq`). So the consumers meet nowhere, and one's products run beside the other's exponentials.
 """
 
 from __future__ import annotations
@@ -21,22 +21,17 @@ from .work import Work
 
 inline = cuda.jit(device=True, inline="always")
 
-# Named barriers; the kernel's own are 0 and those of `kernel`.
-ALL = 1  # all consumers: dS is complete, K has been read
-DQ_FULL, DQ_EMPTY = 2, 5  # of the first consumer, shared with the warp that sends its part away
-STAGING = 8  # of the first consumer; one a consumer
+OWN = 3  # named barrier of the first consumer; one a consumer
 
-Consumer = namedtuple("Consumer", "w thread lane limits k v ds ds_read k_part dq columns scale_log2")
+Consumer = namedtuple("Consumer", "w thread lane limits k v ds columns scale_log2")
 """What a step needs beside its state: descriptors, addresses, and the queries that the thread's keys are seen by."""
 
 
 def consumers(config: BackwardConfig, memory: SharedMemory):
     """The work of a configuration."""
-    q_block, kv_tile, count, parts, part_columns = config.q_block, config.kv_tile, config.consumers, config.parts, config.part_columns
-    d, dv_columns = config.padded_head_dim, config.padded_head_dim_v
+    q_block, kv_tile, d, dv_columns = config.q_block, config.kv_tile, config.padded_head_dim, config.padded_head_dim_v
     with_dq, with_dk, with_dv, with_ds = config.with_dq, config.with_dk, config.with_dv, config.with_ds
     q_panel_bytes, kv_panel_bytes = memory.q_panel_bytes, memory.kv_panel_bytes
-    by_rows = q_block > 64  # the parts are rows of dQ, or columns
 
     # Instructions of exactly these tile shapes.
     def transposed(columns):  # (64 keys, q_block) = K or V (64, columns) times Q^T or dO^T
@@ -47,23 +42,16 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     scores, value_scores = transposed(d), transposed(dv_columns)
     add_dv = wgmma.product_registers(dv_columns, q_block, config.element, wgmma.mn_major_steps(q_block))  # (64, dv) += P^T (64, q_block) dO
     add_dk = wgmma.product_registers(d, q_block, config.element, wgmma.mn_major_steps(q_block))  # (64, d) += dS^T (64, q_block) Q
-    part_of_dq = wgmma.product_shared(  # (64, 64) = dS (64, kv_tile) K (kv_tile, 64)
-        part_columns, kv_tile, config.element, wgmma.mn_major_steps(kv_tile), wgmma.mn_major_steps(kv_tile), a_transposed=True, b_transposed=True
-    )
-    row_operand, k_part_operand, ds_operand = wgmma.operand(), wgmma.operand(0, kv_panel_bytes), wgmma.operand(memory.ds_bytes)
-    q_operand, dout_operand = wgmma.operand(memory.q_bytes), wgmma.operand(memory.dout_bytes)
+    row_operand, q_operand, dout_operand = wgmma.operand(), wgmma.operand(memory.q_bytes), wgmma.operand(memory.dout_bytes)
     q_mn_operand, dout_mn_operand = wgmma.operand(memory.q_bytes, q_panel_bytes), wgmma.operand(memory.dout_bytes, q_panel_bytes)
-    wait_first_scores, wait_value_scores = wgmma.wait(0, q_block), wgmma.wait(0, q_block, q_block)
-    # What comes behind may still be under way: dQ and dK, or dK and the next block's scores.
-    wait_dv = wgmma.wait(with_dq + with_dk, dv_columns)
-    wait_dq, wait_last_dq = (wgmma.wait(with_dk + ahead, part_columns) for ahead in (1, 0))
-    wait_dk_and_scores, wait_last_dk = wgmma.wait(0, d, q_block), wgmma.wait(0, d)
+    wait_scores, wait_value_scores = wgmma.wait(1 if with_ds else 0, q_block), wgmma.wait(0, q_block, q_block)
+    wait_dv, wait_dk = wgmma.wait(int(with_dk), dv_columns), wgmma.wait(0, d)
     scale_dk = fragment.scale(d)
     bounded, select_dk, select_dv = config.left or config.right, fragment.select_rows(d), fragment.select_rows(dv_columns)
     probabilities, score_gradients = fragment.probabilities(q_block), fragment.score_gradients(q_block)
     mask = fragment.mask_band(q_block, True, config.left, 0.0)
     to_16bit, dk_to_16bit, dv_to_16bit = (fragment.to_16bit(n, config.element) for n in (q_block, d, dv_columns))
-    put_ds, put_part = fragment.store_matrix(q_block, kv_panel_bytes), fragment.store_plain(part_columns)
+    put_ds = fragment.store_matrix(q_block, kv_panel_bytes)
     put_dk, put_dv = fragment.store_matrix(d, kv_panel_bytes), fragment.store_matrix(dv_columns, kv_panel_bytes)
     store_dk, store_dv = (tma.store_panels(4, 0, n, kv_panel_bytes) for n in (memory.loaded_qk_panels, memory.loaded_v_panels))
     advance, only = pipeline.advance(config.stages), pipeline.start(0)
@@ -79,43 +67,34 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
         lane = thread & 31
         return [consumer, thread, lane, n * kv_tile + consumer * 64 + (thread >> 5) * 16 + (lane >> 2), (lane & 3) * 2]
 
-    def places_of_consumer(ops, consumer, column, s_k, s_v, s_ds, s_dq):
-        """(its rows of K, of V, of dS, the part of dS and of K that make its part of dQ, where that part is staged, bytes to its columns)."""
-        part = ops.minimum(consumer, ops.integer(parts - 1))
+    def places_of_consumer(ops, consumer, column, s_k, s_v, s_ds):
+        """(its rows of K, of V, of dS, bytes to its columns)."""
         rows = consumer * (64 * wgmma.ROW_BYTES)
-        ds_read, k_part = (s_ds + part * kv_panel_bytes, s_k) if by_rows else (s_ds, s_k + part * kv_panel_bytes)
-        return [s_k + rows, s_v + rows, s_ds + rows, ds_read, k_part, s_dq + consumer * memory.part_bytes, column * 4]
+        return [s_k + rows, s_v + rows, s_ds + rows, column * 4]
 
     place_of_thread = straight_line(UniTuple(int32, 5), (int32,) * 3, place_of_thread)
-    places_of_consumer = straight_line(UniTuple(int32, 7), (int32,) * 6, places_of_consumer)
+    places_of_consumer = straight_line(UniTuple(int32, 4), (int32,) * 5, places_of_consumer)
     own_rows = straight_line(int32, (int32,) * 2, lambda ops, address, consumer: address + consumer * (64 * wgmma.ROW_BYTES))
     own_key = straight_line(int32, (int32,) * 2, lambda ops, n, consumer: n * kv_tile + consumer * 64)
-
     key_of_thread = straight_line(int32, (int32,) * 3, lambda ops, n, w, thread: n * kv_tile + w * 64 + (thread >> 5) * 16 + ((thread & 31) >> 2))
 
     @inline
-    def prepare(tid, warpgroup, n, bounds, s_k, s_v, s_q, s_dout, s_ds, s_dq, scale_log2):
+    def prepare(tid, warpgroup, n, bounds, s_k, s_v, s_q, s_dout, s_ds, scale_log2):
         w, thread, lane, key, column = place_of_thread(tid, warpgroup, n)
-        own_k, own_v, own_ds, ds_read, k_part, own_dq, columns = places_of_consumer(w, column, s_k, s_v, s_ds, s_dq)
-        return Consumer(
-            w, thread, lane, limits_of_keys(key, column, bounds), row_operand(own_k, only()), row_operand(own_v, only()), own_ds, ds_read,
-            k_part_operand(k_part, only()), own_dq, columns, scale_log2,
-        )  # fmt: skip
+        own_k, own_v, own_ds, columns = places_of_consumer(w, column, s_k, s_v, s_ds)
+        limits = limits_of_keys(key, column, bounds)
+        return Consumer(w, thread, lane, limits, row_operand(own_k, only()), row_operand(own_v, only()), own_ds, columns, scale_log2)
 
-    @inline
-    def enter(dk, dv, place, m, number, ring, sums, my):
-        """The scores of the first block of queries are under way."""
-        pipeline.wait(ring.q_full, place)
-        return wait_first_scores(scores(my.k, q_operand(ring.q, place))), dk, dv, place
-
-    def make_step(masked, last):
+    def make_step(masked):
         @inline
-        def step(s, dk, dv, place, m, number, ring, sums, my):
-            """A block of queries. The scores of the next one are computed while this one's dQ and dK are, and its dQ is sent away."""
+        def step(carried, dk, dv, place, m, number, ring, sums, my):
+            """A block of queries."""
+            pipeline.wait(ring.q_full, place)
+            s = scores(my.k, q_operand(ring.q, place))
             pipeline.wait(ring.dout_full, place)
             if with_ds:
                 dp = value_scores(my.v, dout_operand(ring.dout, place))
-            p = probabilities(s, plus(values_at(ring.shifts, place), my.columns), my.scale_log2)
+            p = probabilities(wait_scores(s), plus(values_at(ring.shifts, place), my.columns), my.scale_log2)
             if masked:
                 p = mask(p, m, my.limits)
             if with_ds:
@@ -128,51 +107,38 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
                     ds = mask(ds, m, my.limits)
                 ds16 = to_16bit(ds)
             if with_dq:
+                pipeline.wait(ring.ds_empty, pipeline.turned(place))
                 put_ds(ds16, ds_slot(my.ds, place), my.thread)
                 tma.fence_async()
-                warp.barrier_sync(ALL, 128 * count)
-                dq = part_of_dq(ds_operand(my.ds_read, place), my.k_part)
+                cuda.syncwarp()
+                pipeline.release(ring.ds_full, place, my.lane)
             if with_dk:
                 dk = add_dk(dk, ds16, q_mn_operand(ring.q, place))
             if with_dv:
                 dv = wait_dv(dv)
             pipeline.release(ring.dout_empty, place, my.lane)
-            after = advance(place)
-            if not last:
-                pipeline.wait(ring.q_full, after)
-                s = scores(my.k, q_operand(ring.q, after))
-            if with_dq:
-                send((wait_last_dq if last else wait_dq)(dq), my)
-            if not last:
-                dk, s = wait_dk_and_scores(dk, s)
-            elif with_dk:
-                dk = wait_last_dk(dk)
+            if with_dk:
+                dk = wait_dk(dk)
             pipeline.release(ring.q_empty, place, my.lane)
-            return s, dk, dv, after
+            return place, dk, dv, advance(place)
 
         return step
 
-    last_step = make_step(True, True)
+    @inline
+    def enter(dk, dv, place, m, number, ring, sums, my):
+        """Nothing is under way. What is carried from step to step is its place."""
+        return place, dk, dv, place
 
     @inline
-    def finish(s, dk, dv, place, m, number, ring, sums, my):
-        """The last block, which may lie on the border of the band."""
-        _, dk, dv, place = last_step(s, dk, dv, place, m, number, ring, sums, my)
+    def finish(last_place, dk, dv, place, ring, my):
+        if with_dq:
+            pipeline.wait(ring.ds_empty, last_place)  # K has been read for the last time
         return dk, dv, place
-
-    @inline
-    def send(dq, my):
-        """Stage a part of dQ for the warp that sends it away."""
-        if my.w < parts:
-            warp.barrier_sync(plus(my.w, DQ_EMPTY), 160)
-            put_part(dq, my.dq, my.thread)
-            tma.fence_async()
-            warp.barrier_arrive(plus(my.w, DQ_FULL), 160)
 
     @inline
     def leave(dk, dv, n, bounds, kv_head, batch, dk_map, dv_map, s_k, s_v, kv_empty, scale_of_dk, my):
         """dK and dV leave through the shared memory of this consumer's rows of K and V, whose last use is over."""
-        warp.barrier_sync(ALL, 128 * count)
+        warp.barrier_sync(plus(my.w, OWN), 128)
         if bounded:  # NaN among the queries stays out of keys that none of them sees
             seen = seen_keys(key_of_thread(n, my.w, my.thread), bounds)
             dk, dv = select_dk(dk, seen), select_dv(dv, seen)
@@ -181,7 +147,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
         if with_dk:
             put_dk(dk_to_16bit(scale_dk(dk, scale_of_dk)), own_rows(s_k, my.w), my.thread)
         tma.fence_async()
-        warp.barrier_sync(plus(my.w, STAGING), 128)
+        warp.barrier_sync(plus(my.w, OWN), 128)
         if my.thread == 0:
             key = own_key(n, my.w)
             if with_dv:
@@ -191,7 +157,5 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
             tma.wait_stores_read()
             mbarrier.arrive(kv_empty)
 
-    return Work(
-        prepare, fragment.zeros(d), fragment.zeros(dv_columns), enter, make_step(True, False), make_step(False, False), finish, leave,
-        enters_with_a_step=False, last_apart=True,
-    )  # fmt: skip
+    steps = (enter, make_step(True), make_step(False), finish)
+    return Work(prepare, fragment.zeros(d), fragment.zeros(dv_columns), *steps, leave, enters_with_a_step=False)

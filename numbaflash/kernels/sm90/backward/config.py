@@ -27,8 +27,8 @@ class BackwardConfig(Warpgroups):
         Queries of a step of the main loop: 64, or 128 for head dims up to 64.
     kv_tile : int
         Keys of a block's tile: 128, or 64 for head dims above 128.
-    registers : (int, int)
-        A thread of the producer warpgroup keeps the first number, a consumer thread gets the second.
+    registers : (int, int, int)
+        A thread of the producer warpgroup keeps the first number, a consumer thread gets the second, one of the warpgroup for dQ keeps the third.
     stages : int
         Blocks of Q and dO in flight.
     left, right : bool
@@ -43,7 +43,7 @@ class BackwardConfig(Warpgroups):
     head_dim: int
     head_dim_v: int
     q_block: int
-    registers: tuple[int, int]
+    registers: tuple[int, int, int]
     kv_tile: int = 128
     stages: int = 2
     left: bool = False
@@ -52,9 +52,18 @@ class BackwardConfig(Warpgroups):
     with_dk: bool = True
     with_dv: bool = True
     deterministic: bool = False
-    ascend: bool = False
 
     consumers = 2
+
+    @property
+    def dq_apart(self) -> bool:
+        """A warpgroup of its own computes dQ, so that the consumers need not wait for each other (`dq`)."""
+        return self.with_dq and not self.columns_apart
+
+    @property
+    def threads(self) -> int:
+        """Of a block: the producer warpgroup's, the consumers' and those for dQ."""
+        return 128 * (1 + self.consumers + self.dq_apart)
 
     @property
     def columns_apart(self) -> bool:
@@ -88,14 +97,6 @@ class BackwardConfig(Warpgroups):
     def last_keys_first(self) -> bool:
         """Whether tiles of later keys add to dq, and run, before those of earlier ones."""
         return self.deterministic and self.right
-
-    @property
-    def last_queries_first(self) -> bool:
-        """Whether a tile steps from the last block of queries to the first: so all tiles of a head start with the same one.
-
-        They then read the same blocks at the same time. Where tiles add to dQ in turn, that would make them wait in line.
-        """
-        return not (self.deterministic or self.ascend)
 
     @property
     def with_ds(self) -> bool:
@@ -151,7 +152,7 @@ class SharedMemory:
         shifts = dq + (config.consumers * part_bytes if staged else 0)
         deltas = shifts + config.stages * row_bytes
         barriers = deltas + config.stages * row_bytes
-        ticket = barriers + 8 * (2 + 4 * config.stages)
+        ticket = barriers + 8 * (2 + 6 * config.stages)
         return cls(
             loaded_qk, loaded_v, q_panel, kv_panel, q_bytes, dout_bytes, ds_bytes, part_bytes, row_bytes,
             k=0, v=v, q=q, dout=dout, ds=ds, dq=dq, shifts=shifts, deltas=deltas, barriers=barriers,
@@ -168,7 +169,7 @@ def backward_config(problem: Problem, *, with_dq: bool, with_dk: bool, with_dv: 
         head_dim_v=problem.head_dim_v,
         q_block=128 if widest <= 64 else 64,
         kv_tile=128 if widest <= 128 else 64,
-        registers=(24, 240) if widest <= 128 else (40, 232),
+        registers=((24, 216, 56) if with_dq else (24, 240, 0)) if widest <= 128 else (40, 232, 0),
         left=problem.left is not None,
         right=problem.right is not None,
         with_dq=with_dq,
