@@ -1,8 +1,10 @@
 """Consumers that own 64 keys each, for head dims up to 128: all of dK and dV of those keys are in one warpgroup's registers.
 
 Scores are computed transposed, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are register operands of dV += P^T dO and
-dK += dS^T Q. Only dS goes through shared memory, for dQ = dS K, which sums over the keys of all consumers: a warpgroup of its own
-computes that (`dq`). So the consumers meet nowhere, and one's products run beside the other's exponentials.
+dK += dS^T Q. Only dS goes through shared memory, for dQ = dS K, which sums over the keys of all consumers. They take turns at it: of
+two blocks of queries each computes dQ of one, and waits for the other's dS only there. So they run half a step apart, and the products of
+one hide the exponentials of the other. The two parts of dQ are staged, and two warps of the producer warpgroup add them to the sum in global
+memory by bulk copies.
 """
 
 from __future__ import annotations
@@ -16,20 +18,23 @@ from ....ptx import fragment, mbarrier, pipeline, tma, warp, wgmma
 from ....ptx.index import plus
 from ....ptx.straight import straight_line
 from ...bands import KeyBand
-from .config import BackwardConfig, SharedMemory
+from .config import PART_ROWS, BackwardConfig, SharedMemory
 from .work import Work
 
 inline = cuda.jit(device=True, inline="always")
 
-OWN = 3  # named barrier of the first consumer; one a consumer
+# Named barriers; 0 is the whole block's.
+OWN = 1  # of the first consumer; one a consumer
+DQ_FULL, DQ_EMPTY = 3, 5  # of the first part of dQ: the consumer whose turn it is, and the warp that sends it away; one a part
 
-Consumer = namedtuple("Consumer", "w thread lane limits k v ds columns scale_log2")
+Consumer = namedtuple("Consumer", "w thread lane limits k v ds all_ds all_k dq columns scale_log2")
 """What a step needs beside its state: descriptors, addresses, and the queries that the thread's keys are seen by."""
 
 
 def consumers(config: BackwardConfig, memory: SharedMemory):
     """The work of a configuration."""
     q_block, kv_tile, d, dv_columns = config.q_block, config.kv_tile, config.padded_head_dim, config.padded_head_dim_v
+    parts, part_columns, by_rows = config.parts, config.part_columns, config.q_block > PART_ROWS  # parts are rows of dQ, or columns
     with_dq, with_dk, with_dv, with_ds = config.with_dq, config.with_dk, config.with_dv, config.with_ds
     q_panel_bytes, kv_panel_bytes = memory.q_panel_bytes, memory.kv_panel_bytes
 
@@ -42,6 +47,10 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     scores, value_scores = transposed(d), transposed(dv_columns)
     add_dv = wgmma.product_registers(dv_columns, q_block, config.element, wgmma.mn_major_steps(q_block))  # (64, dv) += P^T (64, q_block) dO
     add_dk = wgmma.product_registers(d, q_block, config.element, wgmma.mn_major_steps(q_block))  # (64, d) += dS^T (64, q_block) Q
+    part_of_dq = wgmma.product_shared(  # (64, 64) = dS (64, kv_tile) K (kv_tile, 64)
+        part_columns, kv_tile, config.element, wgmma.mn_major_steps(kv_tile), wgmma.mn_major_steps(kv_tile), a_transposed=True, b_transposed=True
+    )
+    ds_operand, k_part_operand, wait_dq = wgmma.operand(memory.ds_bytes), wgmma.operand(0, kv_panel_bytes), wgmma.wait(0, *[part_columns] * parts)
     row_operand, q_operand, dout_operand = wgmma.operand(), wgmma.operand(memory.q_bytes), wgmma.operand(memory.dout_bytes)
     q_mn_operand, dout_mn_operand = wgmma.operand(memory.q_bytes, q_panel_bytes), wgmma.operand(memory.dout_bytes, q_panel_bytes)
     wait_scores, wait_value_scores = wgmma.wait(1 if with_ds else 0, q_block), wgmma.wait(0, q_block, q_block)
@@ -51,7 +60,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     probabilities, score_gradients = fragment.probabilities(q_block), fragment.score_gradients(q_block)
     mask = fragment.mask_band(q_block, True, config.left, 0.0)
     to_16bit, dk_to_16bit, dv_to_16bit = (fragment.to_16bit(n, config.element) for n in (q_block, d, dv_columns))
-    put_ds = fragment.store_matrix(q_block, kv_panel_bytes)
+    put_ds, put_part = fragment.store_matrix(q_block, kv_panel_bytes), fragment.store_plain(part_columns)
     put_dk, put_dv = fragment.store_matrix(d, kv_panel_bytes), fragment.store_matrix(dv_columns, kv_panel_bytes)
     store_dk, store_dv = (tma.store_panels(4, 0, n, kv_panel_bytes) for n in (memory.loaded_qk_panels, memory.loaded_v_panels))
     advance, only = pipeline.advance(config.stages), pipeline.start(0)
@@ -74,16 +83,44 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
 
     place_of_thread = straight_line(UniTuple(int32, 5), (int32,) * 3, place_of_thread)
     places_of_consumer = straight_line(UniTuple(int32, 4), (int32,) * 5, places_of_consumer)
+    second_ds = straight_line(int32, (int32,), lambda ops, address: address + (kv_panel_bytes if by_rows else 0))
+    second_k = straight_line(int32, (int32,), lambda ops, address: address + (0 if by_rows else kv_panel_bytes))
+    second_dq = straight_line(int32, (int32,), lambda ops, address: address + memory.part_bytes)
     own_rows = straight_line(int32, (int32,) * 2, lambda ops, address, consumer: address + consumer * (64 * wgmma.ROW_BYTES))
     own_key = straight_line(int32, (int32,) * 2, lambda ops, n, consumer: n * kv_tile + consumer * 64)
     key_of_thread = straight_line(int32, (int32,) * 3, lambda ops, n, w, thread: n * kv_tile + w * 64 + (thread >> 5) * 16 + ((thread & 31) >> 2))
 
     @inline
-    def prepare(tid, warpgroup, n, bounds, s_k, s_v, s_q, s_dout, s_ds, scale_log2):
+    def prepare(tid, warpgroup, n, bounds, s_k, s_v, s_q, s_dout, s_ds, s_dq, scale_log2):
         w, thread, lane, key, column = place_of_thread(tid, warpgroup, n)
         own_k, own_v, own_ds, columns = places_of_consumer(w, column, s_k, s_v, s_ds)
         limits = limits_of_keys(key, column, bounds)
-        return Consumer(w, thread, lane, limits, row_operand(own_k, only()), row_operand(own_v, only()), own_ds, columns, scale_log2)
+        return Consumer(
+            w, thread, lane, limits, row_operand(own_k, only()), row_operand(own_v, only()), own_ds, s_ds, s_k, s_dq, columns, scale_log2
+        )
+
+    @inline
+    def gather_dq(place, ring, my):
+        """dQ of a block from the dS of both consumers: a stage belongs to each."""
+        pipeline.wait(ring.ds_full, place)
+        first = part_of_dq(ds_operand(my.all_ds, place), k_part_operand(my.all_k, only()))
+        if parts == 2:
+            second = part_of_dq(ds_operand(second_ds(my.all_ds), place), k_part_operand(second_k(my.all_k), only()))
+            first, second = wait_dq(first, second)
+        else:
+            first = wait_dq(first)
+        pipeline.release(ring.ds_empty, place, my.lane)
+        send(first, DQ_EMPTY, my.dq, DQ_FULL, my)
+        if parts == 2:
+            send(second, DQ_EMPTY + 1, second_dq(my.dq), DQ_FULL + 1, my)
+
+    @inline
+    def send(part, empty, staged, full, my):
+        """Stage a part of dQ for the warp that sends it away."""
+        warp.barrier_sync(empty, 160)
+        put_part(part, staged, my.thread)
+        tma.fence_async()
+        warp.barrier_arrive(full, 160)
 
     def make_step(masked):
         @inline
@@ -120,6 +157,8 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
             if with_dk:
                 dk = wait_dk(dk)
             pipeline.release(ring.q_empty, place, my.lane)
+            if with_dq and place[0] == my.w:
+                gather_dq(place, ring, my)
             return place, dk, dv, advance(place)
 
         return step

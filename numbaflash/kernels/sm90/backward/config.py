@@ -27,8 +27,8 @@ class BackwardConfig(Warpgroups):
         Queries of a step of the main loop: 64, or 128 for head dims up to 64.
     kv_tile : int
         Keys of a block's tile: 128, or 64 for head dims above 128.
-    registers : (int, int, int)
-        A thread of the producer warpgroup keeps the first number, a consumer thread gets the second, one of the warpgroup for dQ keeps the third.
+    registers : (int, int)
+        A thread of the producer warpgroup keeps the first number, a consumer thread gets the second.
     stages : int
         Blocks of Q and dO in flight.
     left, right : bool
@@ -43,7 +43,7 @@ class BackwardConfig(Warpgroups):
     head_dim: int
     head_dim_v: int
     q_block: int
-    registers: tuple[int, int, int]
+    registers: tuple[int, int]
     kv_tile: int = 128
     stages: int = 2
     left: bool = False
@@ -54,16 +54,6 @@ class BackwardConfig(Warpgroups):
     deterministic: bool = False
 
     consumers = 2
-
-    @property
-    def dq_apart(self) -> bool:
-        """A warpgroup of its own computes dQ, so that the consumers need not wait for each other (`dq`)."""
-        return self.with_dq and not self.columns_apart
-
-    @property
-    def threads(self) -> int:
-        """Of a block: the producer warpgroup's, the consumers' and those for dQ."""
-        return 128 * (1 + self.consumers + self.dq_apart)
 
     @property
     def columns_apart(self) -> bool:
@@ -169,7 +159,7 @@ def backward_config(problem: Problem, *, with_dq: bool, with_dk: bool, with_dv: 
         head_dim_v=problem.head_dim_v,
         q_block=128 if widest <= 64 else 64,
         kv_tile=128 if widest <= 128 else 64,
-        registers=((24, 216, 56) if with_dq else (24, 240, 0)) if widest <= 128 else (40, 232, 0),
+        registers=(24, 240) if widest <= 128 else (40, 232),
         left=problem.left is not None,
         right=problem.right is not None,
         with_dq=with_dq,

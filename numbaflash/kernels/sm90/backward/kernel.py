@@ -16,16 +16,18 @@ from numba.cuda import types
 from numba.cuda.types import UniTuple, int32, uint64
 
 from ....ptx import bulk, mbarrier, pipeline, shared, tma, warp
-from ....ptx.index import following, plus, preceding, warp_of, warpgroup_of, within_warpgroup, zero
+from ....ptx.index import following, plus, preceding, warp_of, warpgroup_of, zero
 from ....ptx.straight import straight_line
 from ....toolchain import KernelSource
 from ... import schedule
 from ...bands import KeyBand
 from ...schedule import heads_of, next_of_walk, tile_of_turn, walk_step_of_turn
-from . import by_columns, by_keys, dq
+from . import by_columns, by_keys
 from .config import TICKET_BYTES, BackwardConfig, SharedMemory
 
-MAY_ADD, ADDED = by_columns.MAY_ADD, by_columns.ADDED  # named barriers, one a consumer and the warp that keeps its turns
+# Named barriers of the first part of dQ and the warp of the producer warpgroup that goes with it; one a part.
+DQ_FULL, DQ_EMPTY = by_keys.DQ_FULL, by_keys.DQ_EMPTY
+MAY_ADD, ADDED = by_columns.MAY_ADD, by_columns.ADDED
 
 Ring = namedtuple("Ring", "q dout shifts deltas q_full q_empty dout_full dout_empty ds_full ds_empty")
 """Addresses of the first stages of Q, dO and what goes with their rows, and of the barriers of all stages."""
@@ -34,27 +36,26 @@ Ring = namedtuple("Ring", "q dout shifts deltas q_full q_empty dout_full dout_em
 def build(config: BackwardConfig) -> KernelSource:
     """The main kernel of one configuration."""
     q_block, kv_tile, stages, consumers, parts = config.q_block, config.kv_tile, config.stages, config.consumers, config.parts
-    with_ds, deterministic, dq_warpgroup = config.with_ds, config.deterministic, 1 + config.consumers
+    with_dq, with_ds, deterministic = config.with_dq, config.with_ds, config.deterministic
     memory = SharedMemory.of(config)
     work = (by_columns if config.columns_apart else by_keys).consumers(config, memory)
     prepare, enter, masked_step, plain_step, finish, leave = work.prepare, work.enter, work.masked_step, work.plain_step, work.finish, work.leave
-    zero_dk, zero_dv, enters_with_a_step, dq_apart = work.zero_dk, work.zero_dv, work.enters_with_a_step, config.dq_apart
-    gather_dq, settle_dq = dq.gatherer(config, memory) if dq_apart else (None, None)
+    zero_dk, zero_dv, enters_with_a_step = work.zero_dk, work.zero_dv, work.enters_with_a_step
     band = KeyBand(kv_tile, q_block, config.left, config.right)
 
     load_k, load_v = (tma.load_panels(4, n, memory.kv_panel_bytes) for n in (memory.loaded_qk_panels, memory.loaded_v_panels))
     load_q = tma.load_panels(4, memory.loaded_qk_panels, memory.q_panel_bytes, stage_bytes=memory.q_bytes)
     load_dout = tma.load_panels(4, memory.loaded_v_panels, memory.q_panel_bytes, stage_bytes=memory.dout_bytes)
-    load_row = bulk.load(memory.row_bytes)
+    load_row, add_part = bulk.load(memory.row_bytes), bulk.add(memory.part_bytes)
     start, start_producer, advance, kv_advance = pipeline.start(0), pipeline.start(1), pipeline.advance(stages), pipeline.advance(1)
     fewer_registers, more_registers = warp.decrease_registers(config.registers[0]), warp.increase_registers(config.registers[1])
-    registers_for_dq, keep_turns = warp.decrease_registers(config.registers[2] or 24), deterministic and config.columns_apart
+    send_by_bulk, keep_turns = with_dq and not config.columns_apart, deterministic and config.columns_apart
 
-    barriers = [memory.barriers + 8 * n for n in (0, 1, *(2 + stages * n for n in range(6)))]
-    addresses = shared.addresses(memory.k, memory.v, memory.q, memory.dout, memory.ds, memory.dq, memory.shifts, memory.deltas, *barriers)
+    addresses = shared.addresses(memory.k, memory.v, memory.q, memory.dout, memory.ds, memory.dq, memory.shifts, memory.deltas)
+    barriers = shared.addresses(*(memory.barriers + 8 * n for n in (0, 1, *(2 + stages * n for n in range(6)))))
     ticket_slot = shared.addresses(memory.ticket)
     init_kv_full, init_kv_empty = mbarrier.init_ring(1, 2 if with_ds else 1), mbarrier.init_ring(1, 1 if config.columns_apart else consumers)
-    init_full, init_by_warp, init_by_dq = (mbarrier.init_ring(stages, n) for n in (1, 4 * consumers, 4))
+    init_full, init_by_warp, init_by_consumer = (mbarrier.init_ring(stages, n) for n in (1, 4 * consumers, 4))
 
     # Index arithmetic.
     walk_of_tile, turn_of = band.walk(), band.turn(config.last_keys_first)
@@ -83,9 +84,9 @@ def build(config: BackwardConfig) -> KernelSource:
     key_of = straight_line(int32, (int32,) * 2, lambda ops, n, first_key: n * kv_tile - first_key)
     head_of = straight_line(int32, (int32,) * 3, lambda ops, kv_head, group, member: kv_head * group + member)
     block_number = straight_line(int32, (int32,) * 5, lambda ops, batch, head, heads, q_blocks, m: (batch * heads + head) * q_blocks + m)
+    staged_part = straight_line(int32, (int32,) * 2, lambda ops, s_dq, part: s_dq + part * memory.part_bytes)
     ticket_at = straight_line(uint64, (uint64,), lambda ops, turns: turns - TICKET_BYTES)
     only = pipeline.start(0)
-    nothing_owed = straight_line(uint64, (uint64,), lambda ops, address: address - address)
 
     def kernel(
         q_map, k_map, v_map, dout_map, dk_map, dv_map, shifts, deltas, sums, turns,
@@ -95,7 +96,8 @@ def build(config: BackwardConfig) -> KernelSource:
         tid = cuda.threadIdx.x
         warpgroup = warp.shuffle_index(warpgroup_of(tid), 0)
         bounds = (seqlen_q, seqlen_k, offset, left, right)
-        s_k, s_v, s_q, s_dout, s_ds, s_dq, s_shifts, s_deltas, kv_full, kv_empty, q_full, q_empty, dout_full, dout_empty, ds_full, ds_empty = addresses()
+        s_k, s_v, s_q, s_dout, s_ds, s_dq, s_shifts, s_deltas = addresses()
+        kv_full, kv_empty, q_full, q_empty, dout_full, dout_empty, ds_full, ds_empty = barriers()
         if tid == 0:
             init_kv_full(kv_full)
             init_kv_empty(kv_empty)
@@ -104,7 +106,7 @@ def build(config: BackwardConfig) -> KernelSource:
             init_full(dout_full)
             init_by_warp(dout_empty)
             init_by_warp(ds_full)
-            init_by_dq(ds_empty)
+            init_by_consumer(ds_empty)
             mbarrier.fence_init()
             if deterministic:
                 shared.store(ticket_slot()[0], bulk.take_ticket(ticket_at(turns)))
@@ -154,6 +156,40 @@ def build(config: BackwardConfig) -> KernelSource:
                             step = following(step)
                         turn = following(turn)
                         tile = tile_of_turn(turn, block, blocks)
+            elif send_by_bulk and role <= parts:  # -------------------------------------------------- parts of dQ leave
+                part = preceding(role)
+                ready, free = plus(part, DQ_FULL), plus(part, DQ_EMPTY)
+                source = staged_part(s_dq, part)
+                warp.barrier_arrive(free, 160)
+                while tile < tiles:
+                    n, column = order(tile, kv_tiles, columns, section)
+                    batch, kv_head, _ = heads_of(column, kv_heads, 1)
+                    onward = walk_step(turn)
+                    m, _, _, steps = walk_of_tile(n, group, onward, bounds)
+                    step = zero()
+                    member = zero()
+                    while step < steps:
+                        number = block_number(batch, head_of(kv_head, group, member), heads, q_blocks, m)
+                        target, counter = part_at(sums, turns, part, number)
+                        if deterministic:
+                            if warp.elect() != 0:
+                                bulk.wait_turn(counter, turn_of(n, m, bounds, kv_tiles))
+                            cuda.syncwarp()
+                        warp.barrier_sync(ready, 160)
+                        if warp.elect() != 0:
+                            add_part(target, source)
+                            tma.wait_stores_read()
+                        cuda.syncwarp()
+                        warp.barrier_arrive(free, 160)
+                        if deterministic and warp.elect() != 0:
+                            bulk.wait_done()
+                            bulk.end_turn(counter)
+                        m, member = next_of_walk(m, member, group, onward)
+                        step = following(step)
+                    turn = following(turn)
+                    tile = tile_of_turn(turn, block, blocks)
+                if warp.elect() != 0:
+                    bulk.wait_done()
             elif keep_turns and role <= parts:  # ---------------------------------------------------- whose turn it is
                 part = preceding(role)
                 may_add, added = plus(part, MAY_ADD), plus(part, ADDED)
@@ -178,28 +214,6 @@ def build(config: BackwardConfig) -> KernelSource:
                         step = following(step)
                     turn = following(turn)
                     tile = tile_of_turn(turn, block, blocks)
-        elif dq_apart and warpgroup == dq_warpgroup:  # ------------------------------------------------ dQ
-            registers_for_dq()
-            thread = within_warpgroup(tid)
-            place = start()
-            owed = nothing_owed(turns)
-            while tile < tiles:
-                n, column = order(tile, kv_tiles, columns, section)
-                batch, kv_head, _ = heads_of(column, kv_heads, 1)
-                onward = walk_step(turn)
-                m, _, _, steps = walk_of_tile(n, group, onward, bounds)
-                step = zero()
-                member = zero()
-                while step < steps:
-                    number = block_number(batch, head_of(kv_head, group, member), heads, q_blocks, m)
-                    due = turn_of(n, m, bounds, kv_tiles)
-                    owed = gather_dq(owed, place, number, due, thread, s_k, s_ds, s_dq, ds_full, ds_empty, sums, turns)
-                    place = advance(place)
-                    m, member = next_of_walk(m, member, group, onward)
-                    step = following(step)
-                turn = following(turn)
-                tile = tile_of_turn(turn, block, blocks)
-            settle_dq(owed, thread)
         else:  # ------------------------------------------------------------------------------------ consumers
             more_registers()
             ring = Ring(s_q, s_dout, s_shifts, s_deltas, q_full, q_empty, dout_full, dout_empty, ds_full, ds_empty)
@@ -210,7 +224,7 @@ def build(config: BackwardConfig) -> KernelSource:
                 batch, kv_head, _ = heads_of(column, kv_heads, 1)
                 onward = walk_step(turn)
                 m, plain, border, steps = walk_of_tile(n, group, onward, bounds)
-                my = prepare(tid, warpgroup, n, bounds, s_k, s_v, s_q, s_dout, s_ds, scale_log2)
+                my = prepare(tid, warpgroup, n, bounds, s_k, s_v, s_q, s_dout, s_ds, s_dq, scale_log2)
                 dk = zero_dk()
                 dv = zero_dv()
                 pipeline.wait(kv_full, kv_place)
