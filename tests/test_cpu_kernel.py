@@ -480,6 +480,15 @@ def test_bad_rows_reach_exactly_the_gradients_that_depend_on_them(options, bad):
         assert not np.isfinite(dq[0, seen[:, row], 0]).all(axis=1).any()
 
 
+def test_bad_gradients_of_a_panel_that_is_one_query_reach_no_key_beside_those_it_sees():
+    """All rows of the panel see the same keys, which are no whole register tile."""
+    problem, inputs = backward_inputs(1, 10, heads=64, causal="top_left")
+    inputs[0][:] = np.nan
+    _, dk, dv = differentiate(problem, inputs)
+    for gradient in (dk, dv):
+        assert np.isnan(gradient[:, 0]).all() and (gradient[:, 1:] == 0).all()
+
+
 def test_rows_whose_scores_are_all_minus_infinity_have_no_gradient():
     problem, inputs = backward_inputs(40, 70)
     _, q, k, v, *_ = inputs

@@ -96,6 +96,9 @@ def test_index_arithmetic(bodies, options, kv_tile, q_block):
             assert walks[1] == walks[0][::-1], "the same blocks, the last ones first"
             for alone, of_three in zip(walks[:2], walks[2:], strict=True):
                 assert of_three == [step for step in alone for _ in range(3)], "each block once for each head of the group"
+            for key in (0, 9, kv_tile - 9):
+                found = [int(x) for x in call(band.seen(), np.int32(n * kv_tile + key), bounds)]
+                assert found == [int(j < seqlen_k and bool(seen[:, j].any())) for j in (n * kv_tile + key, n * kv_tile + key + 8)]
             for key, column in itertools.product((0, 9, kv_tile - 9), (0, 6)):
                 limits = [int(x) for x in call(band.limits(), np.int32(n * kv_tile + key), np.int32(column), bounds)]
                 for row, (low, high) in enumerate(zip(limits[:2], limits[2:], strict=True)):

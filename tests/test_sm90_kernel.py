@@ -123,6 +123,20 @@ def test_the_section_balances_causal_tiles():
     assert sections._longest_block(costs, 512, 132, 64) > 1.3 * even, "else the search has nothing to find"
 
 
+def test_sections_past_the_cache_are_taken_where_enough_blocks_share_a_head():
+    """Uneven tiles of 16 heads, of which the cache holds 2: all heads together even out best."""
+    costs = tuple(float(n) for n in range(128, 0, -1))
+    free = sections.choose_section(costs, 16, 132, 1 << 20, 1 << 30, 1.5, 8)
+    assert free > 2, "else there is nothing to choose"
+    assert sections.choose_section(costs, 16, 132, 1 << 20, 2 << 20, 1.5, 132 / free) == free, "the sections are shared by enough"
+    assert sections.choose_section(costs, 16, 132, 1 << 20, 2 << 20, 1e9, 133) <= 2, "never, at that price"
+
+
+@pytest.mark.parametrize(("columns", "most", "section"), [(64, 9, 8), (16, 2, 2), (8, 1, 1), (7, 100, 7), (5, 0, 1), (1, 3, 1)])
+def test_fitting_sections_fit_and_are_even(columns, most, section):
+    assert sections.fitting_section(columns, 1 << 20, most << 20) == section
+
+
 def test_equal_tiles_go_head_by_head():
     assert sections.choose_section((3.0, 3.0), 100, 132, 1, 1, 1.1, 4) == 1
 
@@ -199,6 +213,9 @@ def test_packed_heads_share_a_tile_where_that_wastes_less():
     assert forward_config(problem(kv_heads=2, seqlen_q=5)).pack == 4
     assert forward_config(problem(kv_heads=2, seqlen_q=512)).pack == 1
     assert forward_config(problem(kv_heads=2, seqlen_q=512, causal=True)).pack == 4
+    four = {"heads": 32, "kv_heads": 8}
+    assert forward_config(problem(64, seqlen_q=4096, seqlen_k=4096, **four)).pack == 4, "86 tiles of 192 rows for four heads, apart 88"
+    assert forward_config(problem(64, seqlen_q=8192, seqlen_k=8192, **four)).pack == 1, "171 for four heads, apart 172: not worth it"
     assert forward_config(problem(heads=24, kv_heads=2, seqlen_q=1)).pack == 4, "the power of two in a group of 12"
 
 

@@ -100,12 +100,11 @@ def select_rows(columns):
     """``f(x, (keep0, keep1))``: 0 (whatever x holds) in the one of the thread's two rows whose number is 0."""
     zero = ir.Constant(llvm_f32, 0.0)
 
-    def generate(builder, args, llvm_result):
-        keep = [builder.icmp_signed("!=", number, ir.Constant(llvm_i32, 0)) for number in unpack(builder, args[1], 2)]
-        values = [builder.select(keep[_row(i)], x, zero) for i, x in enumerate(unpack(builder, args[0], columns // 2))]
-        return pack(builder, llvm_result, values)
+    def element(builder, x, i, args):
+        keep = builder.icmp_signed("!=", builder.extract_value(args[0], _row(i)), ir.Constant(llvm_i32, 0))
+        return builder.select(keep, x, zero)
 
-    return make_intrinsic(fragment(columns), (fragment(columns), types.UniTuple(I32, 2)), generate)
+    return _elementwise(columns, (types.UniTuple(I32, 2),), element)
 
 
 def negate(columns):

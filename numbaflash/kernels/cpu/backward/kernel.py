@@ -310,7 +310,7 @@ def build(kernel: Kernel):
             store_int64(ranges + 40, end)
             full_begin = max(begin, min(n_seen, load_int64(ranges + 16) - block))
             full_end = max(full_begin, min(n_seen, load_int64(ranges + 24) - block))
-            masked |= begin < full_begin or full_end < n_seen
+            masked |= begin < full_begin or full_end < min(end, n_keys)  # the products touch keys in whole register tiles
             panel_scores, panel_dscores = scores + p * panel_bytes, dscores + p * panel_bytes
             compute_scores(
                 args, keys, args.key_stride, work + args.at_queries_t + p * args.key_columns * panel_bytes, args.head_dim, panel_scores, begin, end

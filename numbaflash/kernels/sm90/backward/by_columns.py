@@ -57,7 +57,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     wait_scores_before_dk, wait_value_scores_before_dk = wgmma.wait(2, half), wgmma.wait(1, half)
     wait_dv_before_dq, wait_dk_alone = wgmma.wait(1, dv_part), wgmma.wait(0, d_part)
     scale_dk = fragment.scale(d_part)
-    bounded, select_dk, select_dv = config.left or config.right, fragment.select_rows(d_part), fragment.select_rows(dv_part)
+    bounded, select_dk, select_dv = config.bounded, fragment.select_rows(d_part), fragment.select_rows(dv_part)
     probabilities, score_gradients = fragment.probabilities(half), fragment.score_gradients(half)
     mask = fragment.mask_band(half, True, config.left, 0.0, q_block)
     to_16bit, dk_to_16bit, dv_to_16bit = (fragment.to_16bit(n, config.element) for n in (half, d_part, dv_part))

@@ -56,7 +56,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     wait_scores, wait_value_scores = wgmma.wait(1 if with_ds else 0, q_block), wgmma.wait(0, q_block, q_block)
     wait_dv, wait_dk = wgmma.wait(int(with_dk), dv_columns), wgmma.wait(0, d)
     scale_dk = fragment.scale(d)
-    bounded, select_dk, select_dv = config.left or config.right, fragment.select_rows(d), fragment.select_rows(dv_columns)
+    bounded, select_dk, select_dv = config.bounded, fragment.select_rows(d), fragment.select_rows(dv_columns)
     probabilities, score_gradients = fragment.probabilities(q_block), fragment.score_gradients(q_block)
     mask = fragment.mask_band(q_block, True, config.left, 0.0)
     to_16bit, dk_to_16bit, dv_to_16bit = (fragment.to_16bit(n, config.element) for n in (q_block, d, dv_columns))
@@ -95,9 +95,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
         w, thread, lane, key, column = place_of_thread(tid, warpgroup, n)
         own_k, own_v, own_ds, columns = places_of_consumer(w, column, s_k, s_v, s_ds)
         limits = limits_of_keys(key, column, bounds)
-        return Consumer(
-            w, thread, lane, limits, row_operand(own_k, only()), row_operand(own_v, only()), own_ds, s_ds, s_k, s_dq, columns, scale_log2
-        )
+        return Consumer(w, thread, lane, limits, row_operand(own_k, only()), row_operand(own_v, only()), own_ds, s_ds, s_k, s_dq, columns, scale_log2)
 
     @inline
     def gather_dq(place, ring, my):

@@ -56,6 +56,11 @@ class BackwardConfig(Warpgroups):
     consumers = 2
 
     @property
+    def bounded(self) -> bool:
+        """Some query may not see some key."""
+        return self.left or self.right
+
+    @property
     def columns_apart(self) -> bool:
         """The consumers share the tile's keys, and each has half of the columns (`by_columns`), instead of half of the keys (`by_keys`)."""
         return self.kv_tile == 64

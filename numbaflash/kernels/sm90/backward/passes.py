@@ -132,7 +132,7 @@ def build_dq(config: BackwardConfig) -> KernelSource:
     part_of = straight_line(UniTuple(uint64, 2), (int32, int32, uint64, int32), part_of)
     seen_rows = straight_line(UniTuple(int32, 2), (uint64, *(int32,) * 3), seen_rows)
     place_of = straight_line(UniTuple(int32, 4), (int32,) * 4, place_of)
-    columns_apart, bounded = not by_rows and parts > 1, config.left or config.right
+    columns_apart, bounded = not by_rows and parts > 1, config.bounded
 
     def kernel(dq_map, sums, shifts, heads, q_blocks, factor):
         tile, tid = cuda.blockIdx.x, cuda.threadIdx.x
