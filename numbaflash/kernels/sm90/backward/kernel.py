@@ -59,13 +59,10 @@ def build(config: BackwardConfig) -> KernelSource:
 
     # Index arithmetic.
     walk_of_tile, turn_of = band.walk(), band.turn(config.last_keys_first)
-    walk_step = straight_line(int32, (int32,), lambda ops, turn: ops.integer(1)) if deterministic else walk_step_of_turn
+    walk_step = straight_line(int32, (int32,), lambda ops, turn: ops.integer(config.deterministic_step)) if deterministic else walk_step_of_turn
 
     def order(ops, tile, kv_tiles, columns, section):
-        """(tile of keys, kv head over the batch). The first keys, which most queries see under a right bound, go first.
-
-        Where tiles add to dQ in turn under a right bound, the last keys go first: a tile then finds that those before it are ahead of it.
-        """
+        """(tile of keys, kv head over the batch). The first keys, which most queries see under a right bound, go first, or the last."""
         block, column = schedule.order(ops, tile, kv_tiles, columns, section)
         return [block if config.last_keys_first else kv_tiles - 1 - block, column]
 
