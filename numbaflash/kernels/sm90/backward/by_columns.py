@@ -236,7 +236,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
         return step
 
     @inline
-    def leave(dk, dv, n, bounds, kv_head, batch, dk_map, dv_map, s_k, s_v, kv_empty, scale_of_dk, my):
+    def leave(dk, dv, n, bounds, kv_head, batch, dk_map, dv_map, s_k, s_v, k_empty, v_empty, scale_of_dk, my):
         """dK and dV leave through the shared memory of K and V, whose last use is over."""
         warp.barrier_sync(ALL, 128 * count)
         if bounded:  # NaN among the queries stays out of keys that none of them sees
@@ -255,7 +255,8 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
             if with_dk:
                 store_dk(dk_map, s_k, key, kv_head, batch)
             tma.wait_stores_read()
-            mbarrier.arrive(kv_empty)
+            mbarrier.arrive(k_empty)
+            mbarrier.arrive(v_empty)
 
     if config.overlap:
         steps = (enter_with_a_step, make_overlapped_step(True, False), make_overlapped_step(False, False), finish_overlapped)

@@ -15,7 +15,7 @@ from numba import cuda
 from numba.cuda.types import UniTuple, int32
 
 from ....ptx import fragment, mbarrier, pipeline, tma, warp, wgmma
-from ....ptx.index import plus
+from ....ptx.index import plus, zero
 from ....ptx.straight import straight_line
 from ...bands import KeyBand
 from .config import PART_ROWS, BackwardConfig, SharedMemory
@@ -61,8 +61,10 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     mask = fragment.mask_band(q_block, True, config.left, 0.0)
     to_16bit, dk_to_16bit, dv_to_16bit = (fragment.to_16bit(n, config.element) for n in (q_block, d, dv_columns))
     put_ds, put_part = fragment.store_matrix(q_block, kv_panel_bytes), fragment.store_plain(part_columns)
-    put_dk, put_dv = fragment.store_matrix(d, kv_panel_bytes), fragment.store_matrix(dv_columns, kv_panel_bytes)
-    store_dk, store_dv = (tma.store_panels(4, 0, n, kv_panel_bytes) for n in (memory.loaded_qk_panels, memory.loaded_v_panels))
+    dk_panel_bytes = 64 * wgmma.ROW_BYTES
+    put_dk, put_dv = fragment.store_matrix(d, dk_panel_bytes), fragment.store_matrix(dv_columns, kv_panel_bytes)
+    store_dk = tma.store_panels(4, 0, memory.loaded_qk_panels, dk_panel_bytes)
+    store_dv = tma.store_panels(4, 0, memory.loaded_v_panels, kv_panel_bytes)
     advance, only = pipeline.advance(config.stages), pipeline.start(0)
     values_at, ds_slot = pipeline.slot(memory.row_bytes), pipeline.slot(memory.ds_bytes)
 
@@ -86,6 +88,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     second_ds = straight_line(int32, (int32,), lambda ops, address: address + (kv_panel_bytes if by_rows else 0))
     second_k = straight_line(int32, (int32,), lambda ops, address: address + (0 if by_rows else kv_panel_bytes))
     second_dq = straight_line(int32, (int32,), lambda ops, address: address + memory.part_bytes)
+    own_ds_stage = straight_line(int32, (int32,) * 2, lambda ops, address, consumer: address + consumer * memory.ds_bytes)
     own_rows = straight_line(int32, (int32,) * 2, lambda ops, address, consumer: address + consumer * (64 * wgmma.ROW_BYTES))
     own_key = straight_line(int32, (int32,) * 2, lambda ops, n, consumer: n * kv_tile + consumer * 64)
     key_of_thread = straight_line(int32, (int32,) * 3, lambda ops, n, w, thread: n * kv_tile + w * 64 + (thread >> 5) * 16 + ((thread & 31) >> 2))
@@ -157,24 +160,26 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
             pipeline.release(ring.q_empty, place, my.lane)
             if with_dq and place[0] == my.w:
                 gather_dq(place, ring, my)
-            return place, dk, dv, advance(place)
+            return carried, dk, dv, advance(place)
 
         return step
 
     @inline
     def enter(dk, dv, place, m, number, ring, sums, my):
-        """Nothing is under way. What is carried from step to step is its place."""
-        return place, dk, dv, place
+        """Nothing is under way."""
+        return zero(), dk, dv, place
 
     @inline
-    def finish(last_place, dk, dv, place, ring, my):
-        if with_dq:
-            pipeline.wait(ring.ds_empty, last_place)  # K has been read for the last time
+    def finish(carried, dk, dv, place, ring, my):
         return dk, dv, place
 
     @inline
-    def leave(dk, dv, n, bounds, kv_head, batch, dk_map, dv_map, s_k, s_v, kv_empty, scale_of_dk, my):
-        """dK and dV leave through the shared memory of this consumer's rows of K and V, whose last use is over."""
+    def leave(dk, dv, n, bounds, kv_head, batch, dk_map, dv_map, s_k, s_v, k_empty, v_empty, scale_of_dk, my):
+        """dV leaves through this consumer's rows of V, dK through its stage of dS, which it has read for the last time.
+
+        So K can be loaded meanwhile. The other consumer cannot write to that stage before V is loaded, after all of this.
+        """
+        pipeline.release(k_empty, only(), my.lane)
         warp.barrier_sync(plus(my.w, OWN), 128)
         if bounded:  # NaN among the queries stays out of keys that none of them sees
             seen = seen_keys(key_of_thread(n, my.w, my.thread), bounds)
@@ -182,7 +187,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
         if with_dv:
             put_dv(dv_to_16bit(dv), own_rows(s_v, my.w), my.thread)
         if with_dk:
-            put_dk(dk_to_16bit(scale_dk(dk, scale_of_dk)), own_rows(s_k, my.w), my.thread)
+            put_dk(dk_to_16bit(scale_dk(dk, scale_of_dk)), own_ds_stage(my.all_ds, my.w), my.thread)
         tma.fence_async()
         warp.barrier_sync(plus(my.w, OWN), 128)
         if my.thread == 0:
@@ -190,9 +195,9 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
             if with_dv:
                 store_dv(dv_map, own_rows(s_v, my.w), key, kv_head, batch)
             if with_dk:
-                store_dk(dk_map, own_rows(s_k, my.w), key, kv_head, batch)
+                store_dk(dk_map, own_ds_stage(my.all_ds, my.w), key, kv_head, batch)
             tma.wait_stores_read()
-            mbarrier.arrive(kv_empty)
+            mbarrier.arrive(v_empty)
 
     steps = (enter, make_step(True), make_step(False), finish)
     return Work(prepare, fragment.zeros(d), fragment.zeros(dv_columns), *steps, leave, enters_with_a_step=False)

@@ -78,6 +78,11 @@ class BackwardConfig(Warpgroups):
         return self.columns_apart and self.with_dq and self.with_dk and self.with_dv
 
     @property
+    def kv_arrivals(self) -> tuple[int, int]:
+        """How many say that K, and that V, may be loaded anew: each warp, and each consumer; of consumers that share keys, one thread for all."""
+        return (1, 1) if self.columns_apart else (4 * self.consumers, self.consumers)
+
+    @property
     def part_columns(self) -> int:
         """Columns of a part of dq; with `columns_apart`, of dk too."""
         return 128 if self.head_dim > 128 else 64
@@ -151,11 +156,11 @@ class SharedMemory:
         q = v + v_panels * kv_panel
         dout = q + config.stages * q_bytes
         ds = dout + config.stages * dout_bytes
-        dq = ds + (config.stages * ds_bytes if config.with_dq or config.columns_apart else 0)
+        dq = ds + (config.stages * ds_bytes if config.with_ds or config.columns_apart else 0)
         shifts = dq + (config.consumers * part_bytes if staged else 0)
         deltas = shifts + config.stages * row_bytes
         barriers = deltas + config.stages * row_bytes
-        ticket = barriers + 8 * (2 + 6 * config.stages)
+        ticket = barriers + 8 * (3 + 6 * config.stages)
         return cls(
             loaded_qk, loaded_v, q_panel, kv_panel, q_bytes, dout_bytes, ds_bytes, part_bytes, row_bytes,
             k=0, v=v, q=q, dout=dout, ds=ds, dq=dq, shifts=shifts, deltas=deltas, barriers=barriers,

@@ -43,7 +43,8 @@ def build(config: BackwardConfig) -> KernelSource:
     zero_dk, zero_dv, enters_with_a_step = work.zero_dk, work.zero_dv, work.enters_with_a_step
     band = KeyBand(kv_tile, q_block, config.left, config.right)
 
-    load_k, load_v = (tma.load_panels(4, n, memory.kv_panel_bytes) for n in (memory.loaded_qk_panels, memory.loaded_v_panels))
+    load_k = tma.load_panels(4, memory.loaded_qk_panels, memory.kv_panel_bytes)
+    load_v = tma.load_panels(4, memory.loaded_v_panels, memory.kv_panel_bytes, stage_bytes=0, arrives=False)
     load_q = tma.load_panels(4, memory.loaded_qk_panels, memory.q_panel_bytes, stage_bytes=memory.q_bytes)
     load_dout = tma.load_panels(4, memory.loaded_v_panels, memory.q_panel_bytes, stage_bytes=memory.dout_bytes)
     load_row, add_part = bulk.load(memory.row_bytes), bulk.add(memory.part_bytes)
@@ -52,9 +53,9 @@ def build(config: BackwardConfig) -> KernelSource:
     send_by_bulk, keep_turns = with_dq and not config.columns_apart, deterministic and config.columns_apart
 
     addresses = shared.addresses(memory.k, memory.v, memory.q, memory.dout, memory.ds, memory.dq, memory.shifts, memory.deltas)
-    barriers = shared.addresses(*(memory.barriers + 8 * n for n in (0, 1, *(2 + stages * n for n in range(6)))))
+    barriers = shared.addresses(*(memory.barriers + 8 * n for n in (0, 1, 2, *(3 + stages * n for n in range(6)))))
     ticket_slot = shared.addresses(memory.ticket)
-    init_kv_full, init_kv_empty = mbarrier.init_ring(1, 2 if with_ds else 1), mbarrier.init_ring(1, 1 if config.columns_apart else consumers)
+    init_k_full, init_k_empty, init_v_empty = (mbarrier.init_ring(1, n) for n in (1, *config.kv_arrivals))
     init_full, init_by_warp, init_by_consumer = (mbarrier.init_ring(stages, n) for n in (1, 4 * consumers, 4))
 
     # Index arithmetic.
@@ -94,10 +95,11 @@ def build(config: BackwardConfig) -> KernelSource:
         warpgroup = warp.shuffle_index(warpgroup_of(tid), 0)
         bounds = (seqlen_q, seqlen_k, offset, left, right)
         s_k, s_v, s_q, s_dout, s_ds, s_dq, s_shifts, s_deltas = addresses()
-        kv_full, kv_empty, q_full, q_empty, dout_full, dout_empty, ds_full, ds_empty = barriers()
+        k_full, k_empty, v_empty, q_full, q_empty, dout_full, dout_empty, ds_full, ds_empty = barriers()
         if tid == 0:
-            init_kv_full(kv_full)
-            init_kv_empty(kv_empty)
+            init_k_full(k_full)
+            init_k_empty(k_empty)
+            init_v_empty(v_empty)
             init_full(q_full)
             init_by_warp(q_empty)
             init_full(dout_full)
@@ -130,11 +132,8 @@ def build(config: BackwardConfig) -> KernelSource:
                         onward = walk_step(turn)
                         m, _, _, steps = walk_of_tile(n, group, onward, bounds)
                         key = key_of(n, first_key)
-                        pipeline.wait(kv_empty, kv_place)
-                        load_k(s_k, only(), k_map, kv_full, key, kv_head, batch)
-                        if with_ds:
-                            load_v(s_v, only(), v_map, kv_full, key, kv_head, batch)
-                        kv_place = kv_advance(kv_place)
+                        pipeline.wait(k_empty, kv_place)
+                        load_k(s_k, only(), k_map, k_full, key, kv_head, batch)
                         step = zero()
                         member = zero()
                         while step < steps:
@@ -146,11 +145,17 @@ def build(config: BackwardConfig) -> KernelSource:
                             load_q(s_q, place, q_map, q_full, row, head, batch)
                             pipeline.wait(dout_empty, place)
                             if with_ds:
+                                if step == 0:  # V is needed with the first dO
+                                    pipeline.wait(v_empty, kv_place)
+                                    load_v(s_v, place, v_map, dout_full, key, kv_head, batch)
                                 load_row(s_deltas, place, deltas_at, dout_full)
                             load_dout(s_dout, place, dout_map, dout_full, row, head, batch)
                             place = advance(place)
                             m, member = next_of_walk(m, member, group, onward)
                             step = following(step)
+                        if steps == 0 or not with_ds:
+                            pipeline.wait(v_empty, kv_place)
+                        kv_place = kv_advance(kv_place)
                         turn = following(turn)
                         tile = tile_of_turn(turn, block, blocks)
             elif send_by_bulk and role <= parts:  # -------------------------------------------------- parts of dQ leave
@@ -224,7 +229,7 @@ def build(config: BackwardConfig) -> KernelSource:
                 my = prepare(tid, warpgroup, n, bounds, s_k, s_v, s_q, s_dout, s_ds, s_dq, scale_log2)
                 dk = zero_dk()
                 dv = zero_dv()
-                pipeline.wait(kv_full, kv_place)
+                pipeline.wait(k_full, kv_place)
                 kv_place = kv_advance(kv_place)
                 step = zero()
                 member = zero()
@@ -243,7 +248,7 @@ def build(config: BackwardConfig) -> KernelSource:
                         m, member = next_of_walk(m, member, group, onward)
                         step = following(step)
                     dk, dv, place = finish(carried, dk, dv, place, ring, my)
-                leave(dk, dv, n, bounds, kv_head, batch, dk_map, dv_map, s_k, s_v, kv_empty, scale_of_dk, my)
+                leave(dk, dv, n, bounds, kv_head, batch, dk_map, dv_map, s_k, s_v, k_empty, v_empty, scale_of_dk, my)
                 turn = following(turn)
                 tile = tile_of_turn(turn, block, blocks)
 
