@@ -4,7 +4,11 @@ kernels compile without spills."""
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -177,3 +181,27 @@ def test_only_what_is_needed_is_computed(head_dim, needs):
     assert part.workspace_bytes < whole.workspace_bytes or "q" in needs
     assert len(backward.request(part)) == 2 + ("q" in needs)
     assert not backward.resources(part)["notes"]
+
+
+EVERY_LANE = """
+import sys
+import sanitizer_cases, test_sm90_backward
+from numbaflash import toolchain
+if "every" in sys.argv:
+    sanitizer_cases.let_every_lane_arrive()
+for head_dim in (64, 256):
+    print(str(toolchain.compile_ptx(test_sm90_backward.backward.request(test_sm90_backward.make_plan(head_dim))[1])).count("@p mbarrier.arrive"))
+"""
+
+
+def test_every_lane_arrives_for_racecheck():
+    """What `sanitizer_cases --every-lane` builds has no arrival of lane 0 for its warp; the kernels that ship have several."""
+
+    def arrivals(*arguments):
+        tests = Path(__file__).parent
+        here = os.environ | {"PYTHONPATH": os.pathsep.join((str(tests), str(tests.parent)))}
+        done = subprocess.run([sys.executable, "-c", EVERY_LANE, *arguments], env=here, capture_output=True, text=True, check=True)
+        return [int(line) for line in done.stdout.split()]
+
+    assert min(arrivals()) > 0
+    assert arrivals("every") == [0, 0]
