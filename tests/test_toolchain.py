@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import importlib
 import json
 import logging
 import math
@@ -710,6 +711,13 @@ def test_folder_that_cannot_be_made(tmp_path, monkeypatch, caplog):
     check_memory_only(caplog)
 
 
+@pytest.fixture
+def numba_loaded():
+    """Numba is imported: what a test breaks next does not break that import, and with it every later test of the process."""
+    importlib.import_module("numba.cuda")
+
+
+@pytest.mark.usefixtures("numba_loaded")
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
 def test_disk_full_or_read_only(number, monkeypatch, cache_folder, caplog):
     def refuse(*arguments, **options):
@@ -721,6 +729,7 @@ def test_disk_full_or_read_only(number, monkeypatch, cache_folder, caplog):
     assert list(cache_folder.iterdir()) == []
 
 
+@pytest.mark.usefixtures("numba_loaded")
 def test_disk_full_while_writing(monkeypatch, cache_folder, caplog):
     def refuse(*arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
