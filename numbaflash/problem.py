@@ -560,6 +560,12 @@ def check_needs(needs, options=()) -> tuple[str, ...]:
     return tuple(name for name in allowed if name in names)
 
 
+def check_needed(name: str, needs: tuple[str, ...]) -> None:
+    """A gradient that the caller gives an array for (``dq=``, ...) must be one that is wanted."""
+    if name not in needs:
+        raise ValueError(f'd{name} was given, but "{name}" is not in needs; got needs={needs!r}. Add it, or leave d{name} out')
+
+
 def gradient_missing(name: str, instead: str) -> UnsupportedError:
     """The error for an array that would be differentiated and has no gradient; ``instead`` is what to pass in its place."""
     return UnsupportedError(f"{name} requires a gradient, which numbaflash.attention does not compute. Pass {instead}")
