@@ -38,6 +38,9 @@ DIFFERENTIABLE = NEEDS + DIFFERENTIABLE_OPTIONS
 CONSTANT_OPTIONS = tuple(name for name in OPTIONS if name not in DIFFERENTIABLE_OPTIONS)
 """Arrays that have none."""
 
+FEATURES = ("softcap", *OPTIONS, "dropout")
+"""What a problem may have beyond q, k, v and a band, by the names of the arguments."""
+
 MAX_HEAD_DIM = 256
 MAX_SEQLEN = 2**30  # row and key numbers, and their sums with the offset, stay within int32
 MAX_SCALE = (2 - 2**-23) * 2.0**127 / math.log2(math.e)  # but for float64

@@ -106,12 +106,13 @@ def test_figures_are_drawn_by_the_code(name):
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
-def test_support_table_is_what_the_families_say(page):
-    from numbaflash.support import markdown
+@pytest.mark.parametrize("name", ["support", "options"])
+def test_support_tables_are_what_the_families_say(page, name):
+    from numbaflash.support import features_markdown, markdown
 
-    found = re.search(r"<!-- numbaflash support -->\n(.*?)\n<!-- end -->", (ROOT / page).read_text(encoding="utf-8"), re.S)
-    assert found is not None, f"{page} has no support table"
-    assert found[1].strip() == markdown(), "run: python docs/tables.py"
+    found = re.search(rf"<!-- numbaflash {name} -->\n(.*?)\n<!-- end -->", (ROOT / page).read_text(encoding="utf-8"), re.S)
+    assert found is not None, f"{page} has no table of {name}"
+    assert found[1].strip() == {"support": markdown, "options": features_markdown}[name](), "run: python docs/tables.py"
 
 
 def ratios_of_results(direction):
