@@ -99,7 +99,7 @@ def figures():
     return module.FIGURES
 
 
-@pytest.mark.parametrize("name", ["tiling", "band", "backward"])
+@pytest.mark.parametrize("name", figures())
 def test_figures_are_drawn_by_the_code(name):
     drawn = str(figures()[name]())
     assert (ROOT / "docs" / "figures" / f"{name}.svg").read_text(encoding="utf-8") == drawn, "run: python docs/figures/draw.py"
