@@ -223,6 +223,17 @@ def test_xformers_without_heads_and_with_groups():
     same(memory_efficient_attention(q, *(x.contiguous() for x in wide), bias), wanted, q, k, v, bias)
 
 
+def test_xformers_bias_of_groups_broadcasts():
+    q, k, v = tensors((2, 5, 2, 3, 8), (2, 9, 2, 3, 8), (2, 9, 2, 3, 8))
+    for shape in ((2, 1, 1, 5, 9), (1, 2, 1, 1, 9), (1, 1, 3, 5, 1)):
+        (bias,) = tensors(shape)
+        whole = bias.expand(-1, 2, 3, -1, -1).flatten(1, 2)
+        wanted = plain(*(x.flatten(2, 3) for x in (q, k, v)), bias=whole)[0].unflatten(2, (2, 3))
+        same(memory_efficient_attention(q, k, v, bias), wanted, q, k, v, bias)
+    with pytest.raises(ValueError, match=r"groups and heads of query \(axes 1 and 2\), \(2, 3\); got \(1, 3, 2, 5, 9\)"):
+        memory_efficient_attention(q, k, v, torch.zeros(1, 3, 2, 5, 9))
+
+
 def test_xformers_drops_and_keeps_the_mean():
     q, k, v = tensors((1, 64, 2, 8), (1, 64, 2, 8), (1, 64, 2, 8))
     torch.manual_seed(0)

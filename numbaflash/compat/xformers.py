@@ -73,8 +73,8 @@ def memory_efficient_attention(query, key, value, attn_bias=None, p=0.0, scale=N
         options["dropout"] = p
     if axes == 5:
         _check_groups(query, key, value)
-    if axes == 5 and options.get("bias") is not None:
-        options["bias"] = options["bias"].expand(-1, *query.shape[2:4], -1, -1).flatten(1, 2)
+        if "bias" in options:
+            options["bias"] = _joined_groups(options["bias"], query)
     q, k, v = _joined_heads(query), *_shared_heads(key, value)
     out = attention(q, k, v, scale=scale, **options)
     return out[:, :, 0] if axes == 3 else out.unflatten(2, query.shape[2:4]) if axes == 5 else out
@@ -119,6 +119,14 @@ def _check_groups(query, key, value):
     for name, x in (("key", key), ("value", value)):
         if x.shape[2:4] != query.shape[2:4]:
             raise ValueError(f"{name} must have the groups and heads (axes 2 and 3) of query, {tuple(query.shape[2:4])}; got {tuple(x.shape[2:4])}")
+
+
+def _joined_groups(bias, query):
+    """A bias of (batch, groups, heads, seqlen_q, seqlen_k) with one axis of heads, broadcast where it is along both."""
+    groups, heads = query.shape[2:4]
+    if bias.shape[1] not in (1, groups) or bias.shape[2] not in (1, heads):
+        raise ValueError(f"attn_bias must broadcast to the groups and heads of query (axes 1 and 2), {(groups, heads)}; got {tuple(bias.shape)}")
+    return bias[:, 0] if bias.shape[1] == bias.shape[2] == 1 else bias.expand(-1, groups, heads, -1, -1).flatten(1, 2)
 
 
 def _joined_heads(x):
