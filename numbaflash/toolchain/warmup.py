@@ -183,7 +183,7 @@ def _plan(problem, on) -> Plan:
 
 
 def warm_plans(plans: Iterable[Plan], *, workers: int | None = None, load: bool = True) -> WarmupReport:
-    """Build and load what plans need. Where there is no kernel to request, they are built here, by the family's ``build_kernels`` or else ``prepare``."""
+    """Build and load what plans need. Kernels that are not requested are built here, by the family's ``build_kernels`` or else ``prepare``."""
     start = time.perf_counter()
     wanted: dict[KernelRequest, Plan] = {}
     here: dict[str, bool] = {}  # what was built without a request, and whether it was there already
