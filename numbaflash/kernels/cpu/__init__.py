@@ -11,7 +11,7 @@ import numba
 from ...dispatch import Device, Layouts, Plan
 from ...problem import Problem
 
-__all__ = ["plan", "prepare", "resources", "supports"]
+__all__ = ["build_kernels", "plan", "prepare", "resources", "supports"]
 
 
 def supports(problem: Problem, device: Device) -> tuple[str, ...]:
@@ -35,6 +35,13 @@ def prepare(plan: Plan):
     from . import launch
 
     return launch.prepare(plan)
+
+
+def build_kernels(plan: Plan) -> dict[str, bool]:
+    """Compile what a plan needs, or fetch it from the cache; by name, whether it was there already."""
+    from . import launch
+
+    return launch.build_kernels(plan)
 
 
 def resources(plan: Plan) -> dict:

@@ -10,7 +10,7 @@ from ....dispatch import BackwardLayouts, Device, Plan
 from ....problem import Problem
 from .. import supports
 
-__all__ = ["plan", "prepare", "resources", "supports"]
+__all__ = ["build_kernels", "plan", "prepare", "resources", "supports"]
 
 
 def plan(problem: Problem, layouts: BackwardLayouts, device: Device, deterministic: bool) -> Plan:
@@ -26,6 +26,13 @@ def prepare(plan: Plan):
     from . import launch
 
     return launch.prepare(plan)
+
+
+def build_kernels(plan: Plan) -> dict[str, bool]:
+    """Compile what a plan needs, or fetch it from the cache; by name, whether it was there already."""
+    from . import launch
+
+    return launch.build_kernels(plan)
 
 
 def resources(plan: Plan) -> dict:
