@@ -106,6 +106,11 @@ class Config(Elements):
         return self.with_dq or self.with_dk
 
     @property
+    def walks_down(self) -> bool:
+        """Whether a block begins at the last queries that see its keys."""
+        return self.ordered and (self.bounded_left or self.bounded_right)
+
+    @property
     def scores(self) -> Share:
         """Of q k^T and dout v^T: queries x keys. A lane's rows, and its columns, are as far apart as the lanes are many."""
         return choose_share(self.warps, self.lanes_m, self.lanes_n, self.q_tile, self.kv_tile, 1)
