@@ -250,7 +250,8 @@ def test_gradients_are_ordered_only_where_blocks_share_dq():
     assert not make_backward_plan(seqlen=32).config.ordered, "one block adds to each tile"
 
 
-BANDS = ({}, {"causal": True}, {"causal": "top_left"}, {"window": (50, 20)}, {"window": (70, None)}, {"window": (None, 9)}, {"window": (33, 0)})
+WINDOWS = ((50, 20), (70, None), (None, 9), (33, 0), (0, 20), (1, None), (None, 1))
+BANDS = ({}, {"causal": True}, {"causal": "top_left"}, *({"window": window} for window in WINDOWS))
 
 
 @pytest.mark.parametrize("options", BANDS, ids=str)
@@ -258,7 +259,7 @@ BANDS = ({}, {"causal": True}, {"causal": "top_left"}, {"window": (50, 20)}, {"w
 def test_deterministic_steps_and_turns(monkeypatch, options, q_tile, kv_tile):
     """Each block comes to the tiles of queries that see its keys, in turn, and never sooner than a block before it that starts with it."""
     monkeypatch.setattr(walk, "straight_line", lambda result, argtypes, body: functools.partial(body, SimulatorOps))
-    for seqlen_q, seqlen_k in ((1, 200), (200, 330), (330, 200), (129, 511), (640, 257)):
+    for seqlen_q, seqlen_k in ((1, 200), (256, 256), (200, 330), (330, 200), (129, 511), (640, 257)):
         plan = make_backward_plan(seqlen=max(seqlen_q, seqlen_k), heads=6, **options)
         problem = make_problem((2, seqlen_q, 6, 64), *[(2, seqlen_k, 2, 64)] * 2, ("float32",) * 3, **options)
         config = replace(plan.config, q_tile=q_tile, kv_tile=kv_tile, ordered=True)
