@@ -166,7 +166,7 @@ def test_run_refuses_in_one_line_and_writes_nothing(tmp_path, capsys, operands):
     refused(capsys, "damaged", "run", tmp_path / "broken.npz", "--out", out)
     refused(capsys, "there is no folder", "run", good, "--out", tmp_path / "no" / "out.npz")
     refused(capsys, "would overwrite an input", "run", good, "--out", good)
-    refused(capsys, "window left must not be negative", "run", good, "--out", out, "--window=-3,0")
+    refused(capsys, "window left must not be negative", "run", good, "--out", out, "--window", "-3,0")
     refused(capsys, "scale must be finite", "run", good, "--out", out, "--scale", "nan")
     refused(capsys, "no kernel family can compute", "run", good, "--out", out, "--family", "sm90")
     refused(capsys, "cpu or cuda:INDEX", "run", good, "--out", out, "--device", "sm_90")
@@ -191,6 +191,12 @@ def test_wrong_arguments_are_told_in_one_line(capsys):
         (("nonsense",), "invalid choice"),
     ):
         refused(capsys, re.escape(words), *arguments)
+
+
+def test_values_that_begin_with_a_minus(capsys):
+    status, out, _ = command(capsys, "explain", "--scale", "-1e-3", "--seqlen-q", "64", "--device", "cpu")
+    assert status == 0 and re.search(r"^scale +-0\.001$", out, re.M)
+    refused(capsys, "window left must not be negative .*; got -1", "explain", "--window", "-1,0")
 
 
 def test_traceback_shows_the_whole_story(tmp_path, capsys):

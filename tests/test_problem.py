@@ -143,7 +143,12 @@ WRONG = {
     "mixed": (dict(dtypes=("float32", "float16", "float32")), TypeError, r"q, k and v must have one dtype; got float32, float16, float32\. Cast"),
     "scale nan": (dict(scale=math.nan), ValueError, r"scale must be finite; got nan"),
     "scale inf": (dict(scale=-math.inf), ValueError, r"scale must be finite; got -inf"),
-    "scale huge": (dict(scale=10**400), ValueError, r"scale must be finite; got 1000"),
+    "scale huge": (dict(scale=10**5000), ValueError, r"scale must be finite; got a number beyond the range of float64"),
+    "scale beyond float64": (
+        dict(dtypes=("float64",) * 3, scale=1.7e308),
+        ValueError,
+        r"scale must be from -1\.246e\+308 to 1\.246e\+308 for float64, .*; got 1\.7e\+308",
+    ),
     "scale beyond float32": (dict(scale=-1e39), ValueError, r"scale must be from -2\.359e\+38 to 2\.359e\+38 for float32, .*; got -1e\+39"),
     "scale text": (dict(scale="0.5"), TypeError, r"scale must be a real number or None \(1/sqrt\(head_dim\)\); got '0.5'"),
     "scale bool": (dict(scale=True), TypeError, r"scale must be a real number .*; got True"),
