@@ -268,6 +268,20 @@ def test_xformers_refuses():
         memory_efficient_attention(q, k, v, causal_bias)
 
 
+def test_compiled_as_one_graph():
+    qkv, bias = tensors((2, 16, 3, 4, 8), (1, 4, 16, 16))
+
+    def packed(qkv, bias):
+        return flash_attn_qkvpacked_func(qkv.sin(), causal=True, window_size=(3, -1), softcap=3.0) + 0 * bias.sum()
+
+    def biased(qkv, bias):
+        return memory_efficient_attention(*qkv.sin().unbind(2), bias)
+
+    for function in (packed, biased):
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        same(compiled(qkv, bias), function(qkv, bias), qkv, bias)
+
+
 def test_nothing_more_is_imported():
     code = (
         "import sys, numbaflash.compat\n"

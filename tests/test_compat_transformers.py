@@ -123,6 +123,13 @@ def test_packed_sequences_by_position_ids():
     torch.testing.assert_close(packed, apart, rtol=1e-4, atol=1e-4)
 
 
+def test_compiled_as_one_graph():
+    _, ours = pair("llama")
+    ids = tokens(2, 7)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(ids).logits, ours(ids).logits)
+
+
 def test_dropout_in_training_alone(counted):
     config = transformers.LlamaConfig(**SMALL, attention_dropout=0.5)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="numba")
