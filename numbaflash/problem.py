@@ -382,7 +382,7 @@ def check_softcap(softcap) -> float | None:
     try:
         value = float(softcap)
     except OverflowError:
-        value = math.inf
+        raise ValueError("softcap must be finite and positive; got a number beyond the range of float64") from None
     if not (math.isfinite(value) and value > 0):
         hint = ". None is no cap" if value == 0 else ""
         raise ValueError(f"softcap must be finite and positive; got {softcap!r}{hint}")
@@ -392,12 +392,11 @@ def check_softcap(softcap) -> float | None:
 def _check_softcap_range(softcap, scale, dtype):
     if softcap is None or dtype == "float64":
         return softcap
-    if not MIN_SOFTCAP <= softcap <= MAX_SCALE:
-        raise ValueError(
-            f"softcap must be from {MIN_SOFTCAP:.4g} to {MAX_SCALE:.4g} for {dtype}, whose scores are computed in float32; got {softcap!r}"
-        )
-    if abs(scale) / softcap > MAX_SCALE:
-        raise ValueError(f"scale / softcap must be at most {MAX_SCALE:.4g} for {dtype}; got scale {scale!r} and softcap {softcap!r}")
+    most = MAX_SCALE["float32"]
+    if not MIN_SOFTCAP <= softcap <= most:
+        raise ValueError(f"softcap must be from {MIN_SOFTCAP:.4g} to {most:.4g} for {dtype}, whose scores are computed in float32; got {softcap!r}")
+    if abs(scale) / softcap > most:
+        raise ValueError(f"scale / softcap must be at most {most:.4g} for {dtype}; got scale {scale!r} and softcap {softcap!r}")
     return softcap
 
 
