@@ -7,6 +7,7 @@ torch.jit.trace, dispatch modes), the same two steps are custom operators, which
 from __future__ import annotations
 
 import math
+import numbers
 import threading
 from contextlib import contextmanager, nullcontext
 
@@ -361,6 +362,8 @@ def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.
             "attn_mask must be None: masks are not here yet. Use is_causal=True, or numbaflash.torch.attention with causal= or window=, "
             "or torch's own scaled_dot_product_attention"
         )
+    if not isinstance(dropout_p, numbers.Real):
+        raise TypeError(f"dropout_p must be a real number; got {dropout_p!r}")
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p must be from 0 to 1; got {dropout_p}")
     if dropout_p != 0.0:
