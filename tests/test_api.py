@@ -256,7 +256,7 @@ BAD = [
     (TypeError, r"scale must be a real number or None .*; got array\(1\.\)", (Q, K, V), {"scale": np.array(1.0)}),
     (ValueError, r"scale must be finite; got nan", (Q, K, V), {"scale": float("nan")}),
     (ValueError, r"scale must be finite; got inf", (Q, K, V), {"scale": float("inf")}),
-    (ValueError, r"scale must be finite; got 1000", (Q, K, V), {"scale": 10**400}),
+    (ValueError, r"scale must be finite; got a number beyond the range of float64", (Q, K, V), {"scale": 10**400}),
     (ValueError, r'causal must be False, True \(bottom-right\) or "top_left"; got \'bottom\'', (Q, K, V), {"causal": "bottom"}),
     (ValueError, r"causal must be False, True .*; got 1", (Q, K, V), {"causal": 1}),
     (ValueError, r"causal must be False, True .*; got None", (Q, K, V), {"causal": None}),
