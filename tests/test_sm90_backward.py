@@ -183,6 +183,23 @@ def test_only_what_is_needed_is_computed(head_dim, needs):
     assert not backward.resources(part)["notes"]
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "options", "last_keys_first", "step"),
+    [
+        (256, (8, 8), {"causal": True}, True, 1),  # what is in flight fits in the L2 cache
+        (128, (16, 16), {"causal": True}, True, 1),
+        (256, (32, 8), {"causal": True}, False, -1),  # it does not
+        (128, (32, 8), {"causal": True}, False, -1),
+        (256, (32, 8), {}, False, 1),  # without a right bound all tiles begin at the first block
+    ],
+)
+def test_deterministic_order(head_dim, heads, options, last_keys_first, step):
+    lengths = dict(seqlen_q=2048, seqlen_k=2048, heads=heads[0], kv_heads=heads[1])
+    config = make_plan(head_dim, deterministic=True, **lengths, **options).config
+    assert (config.last_keys_first, config.deterministic_step) == (last_keys_first, step)
+    assert not make_plan(head_dim, **lengths, **options).config.last_keys_first
+
+
 EVERY_LANE = """
 import sys
 import sanitizer_cases, test_sm90_backward
