@@ -12,6 +12,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphin
 myst_heading_anchors = 3
 exclude_patterns = ["_build"]
 
+autodoc_mock_imports = ["transformers"]  # of which the pages need nothing
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the numpydoc sections say types in words
 napoleon_google_docstring = False

@@ -8,7 +8,18 @@ from .dispatch import BACKWARD_OPERANDS, forced_family
 from .explanation import Explanation
 from .explanation import explain as _explain
 from .merging import merge as _merge
-from .problem import NEEDS, check_causal, check_dropout, check_flag, check_needs, check_scale, check_seed, check_softcap, check_window
+from .problem import (
+    NEEDS,
+    check_causal,
+    check_dropout,
+    check_flag,
+    check_needed,
+    check_needs,
+    check_scale,
+    check_seed,
+    check_softcap,
+    check_window,
+)
 
 __all__ = ["Explanation", "backward", "explain", "forward", "merge"]
 
@@ -325,8 +336,7 @@ def backward(
         one_library(q=q, dlse=dlse)
     for name, given in (("q", dq), ("k", dk), ("v", dv), ("bias", dbias), ("sinks", dsinks)):
         if given is not None:
-            if name not in needs:
-                raise ValueError(f'd{name} was given, but "{name}" is not in needs; got needs={needs!r}. Add it, or leave d{name} out')
+            check_needed(name, needs)
             if kind(type(given)) is not library:
                 one_library(q=q, **{f"d{name}": given})
     if scale is not None and type(scale) is not float:
@@ -483,18 +493,52 @@ def merge(outs, lses):
     return _merge(outs, lses)
 
 
-def explain(q, k, v, *, scale=None, causal=False, window=None, return_lse=False, out=None, lse=None, direction="forward", deterministic=False):
+def explain(
+    q,
+    k,
+    v,
+    *,
+    scale=None,
+    causal=False,
+    window=None,
+    softcap=None,
+    mask=None,
+    bias=None,
+    alibi_slopes=None,
+    sinks=None,
+    dropout=0.0,
+    seed=None,
+    seqlens_q=None,
+    seqlens_k=None,
+    return_lse=False,
+    out=None,
+    lse=None,
+    direction="forward",
+    deterministic=False,
+    dout=None,
+    dlse=None,
+    dq=None,
+    dk=None,
+    dv=None,
+    dbias=None,
+    dsinks=None,
+    needs=NEEDS,
+):
     """Say how `forward` or `backward` would run these arguments: which kernel, which tiles, and why not another. Nothing is run.
 
     Parameters
     ----------
-    q, k, v, scale, causal, window, return_lse, out, lse
+    q, k, v, scale, causal, window, softcap, mask, bias, alibi_slopes, sinks, dropout, seqlens_q, seqlens_k, return_lse, out, lse
         As `forward` takes them; with the same checks. The values in the arrays are not read.
+    seed : int, optional
+        Checked, and not needed: no plan depends on it.
     direction : "forward" or "backward", optional
-        For "backward", ``out`` and ``lse`` are what is read, all three gradients are needed and new, and dout is row-major, as out and lse are
-        where they are not given. An LSE is part of it, whatever ``return_lse`` says.
+        For "backward", ``out`` and ``lse`` are what is read; where they are not given, they are row-major. An LSE is part of it, whatever
+        ``return_lse`` says.
     deterministic : bool, optional
         As `backward` takes it. `forward` always is.
+    dout, dlse, dq, dk, dv, dbias, dsinks, needs : optional
+        As `backward` takes them, for ``direction="backward"`` alone. dout is row-major where it is not given.
 
     Returns
     -------
@@ -505,15 +549,21 @@ def explain(q, k, v, *, scale=None, causal=False, window=None, return_lse=False,
     Raises
     ------
     TypeError, ValueError, UnsupportedError
-        As `forward`.
+        As `forward` and `backward`; ValueError also for an argument of `backward` with ``direction="forward"``.
 
     Examples
     --------
     >>> import numpy as np
     >>> import numbaflash as nf
     >>> x = np.zeros((1, 128, 4, 64), np.float32)
-    >>> nf.explain(x, x, x, causal=True).plan.family
-    'cpu'
+    >>> told = nf.explain(x, x, x, causal=True, mask=np.ones((128, 128), bool))
+    >>> told.plan.family, told.families["sm90"][0]
+    ('cpu', 'it has no mask')
     """
-    options = {"scale": scale, "causal": causal, "window": window, "return_lse": return_lse}
-    return _explain(q, k, v, **options, out=out, lse=lse, direction=direction, deterministic=deterministic)
+    arrays = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    arrays |= {"seqlens_q": seqlens_q, "seqlens_k": seqlens_k, "out": out, "lse": lse}
+    gradients = {"dout": dout, "dlse": dlse, "dq": dq, "dk": dk, "dv": dv, "dbias": dbias, "dsinks": dsinks}
+    options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap, "dropout": check_dropout(dropout)}
+    check_seed(0 if seed is None else seed, 0)
+    more = {"direction": direction, "return_lse": return_lse, "deterministic": deterministic, "needs": needs}
+    return _explain(_present(**arrays), _present(**gradients), options, **more)

@@ -199,6 +199,9 @@ class Launch(Protocol):
 class Family(Protocol):
     """What a package under ``numbaflash.kernels`` provides."""
 
+    FEATURES: frozenset[str]
+    """`Problem.features` that the kernels have."""
+
     def supports(self, problem: Problem, device: Device) -> tuple[str, ...]:
         """Reasons why this family cannot compute the problem there; empty when it can."""
 
@@ -214,6 +217,9 @@ class Family(Protocol):
 
 class BackwardFamily(Protocol):
     """What the subpackage ``backward`` of a family provides."""
+
+    FEATURES: frozenset[str]
+    """As `Family.FEATURES`."""
 
     def supports(self, problem: Problem, device: Device) -> tuple[str, ...]:
         """As `Family.supports`."""

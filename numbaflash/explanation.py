@@ -8,7 +8,7 @@ from typing import Any
 from . import dispatch
 from .arrays import one_library
 from .call import RESULTS, check_apart, describe, device_of, plan_backward_call, plan_call
-from .problem import NEEDS, Problem, check_flag
+from .problem import DIFFERENTIABLE_OPTIONS, NEEDS, OPTIONS, Problem, check_flag, check_needed, check_needs
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,13 @@ class Explanation:
         where = self.device.name if self.device.kind == "cpu" else f"{self.device.name} (cuda:{self.device.index})"
         lines = [
             ("problem", f"{p.dtype}, q {p.q_shape}, k {p.k_shape}, v {p.v_shape}"),
-            ("mask", _mask(p)),
+            ("band", _band(p)),
             ("scale", f"{p.scale:.6g}"),
+            *_options(p),
             ("device", where),
         ]
         if plan is None:
-            lines.append(("kernel", "none: " + ("the result has no element" if p.is_empty else "no query sees a key, so every gradient is 0")))
+            lines.append(("kernel", f"none: {self._why_none()}"))
         else:
             if plan.direction == "backward":
                 lines.append(("direction", "backward, deterministic" if plan.deterministic else "backward"))
@@ -67,17 +68,36 @@ class Explanation:
         width = max(len(name) for name, _ in lines)
         return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
 
+    def _why_none(self):
+        if self.problem.is_empty:
+            return "the result has no element"
+        return "no query sees a key, so every gradient is 0" if self.problem.sees_nothing else "no gradient is needed"
 
-def _mask(p: Problem) -> str:
+
+def _band(p: Problem) -> str:
     if p.left is None and p.right is None:
         return "none: every query sees every key"
-    low = "" if p.left is None else f"{_term(p.offset - p.left)} <= "
-    high = "" if p.right is None else f" <= {_term(p.offset + p.right)}"
+    offset = 0 if p.offset_per_entry else p.offset
+    low = "" if p.left is None else f"{_term(p, offset - p.left)} <= "
+    high = "" if p.right is None else f" <= {_term(p, offset + p.right)}"
     return f"query i sees keys {low}j{high}"
 
 
-def _term(n) -> str:
-    return "i" if n == 0 else f"i {'+' if n > 0 else '-'} {abs(n)}"
+def _term(p, n) -> str:
+    place = "i"
+    if p.offset_per_entry:  # whatever is not given is the same for each entry
+        length_k, length_q = "seqlens_k" if p.seqlens_k else f"{p.seqlen_k}", "seqlens_q" if p.seqlens_q else f"{p.seqlen_q}"
+        place = f"i + {length_k} - {length_q}"
+    return place if n == 0 else f"{place} {'+' if n > 0 else '-'} {abs(n)}"
+
+
+def _options(p: Problem):
+    """What the problem has beyond q, k, v and a band, by the names of the arguments."""
+    for name in p.features:
+        if name in OPTIONS:
+            yield name, f"{p.dtype_of(name)} {p.shape_of(name)}"
+        else:
+            yield name, f"{getattr(p, name):.6g}"
 
 
 def _config(config) -> str:
@@ -88,22 +108,41 @@ def _config(config) -> str:
     return str(config)
 
 
-def explain(q, k, v, *, scale, causal, window, return_lse, out, lse, direction, deterministic) -> Explanation:
-    """See `numbaflash.explain`."""
+def explain(arrays: dict, gradients: dict, options: dict, *, direction, return_lse, deterministic, needs) -> Explanation:
+    """See `numbaflash.explain`.
+
+    Parameters
+    ----------
+    arrays : dict
+        The arrays that were given, by argument, but for those of the backward alone.
+    gradients : dict
+        Those of the backward alone.
+    options : dict
+        Those that are numbers, as `numbaflash.problem.make_problem` takes them.
+    direction, return_lse, deterministic, needs
+        The caller's.
+    """
     if direction not in RESULTS:
         raise ValueError(f'direction must be "forward" or "backward"; got {direction!r}')
-    given = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
-    with_lse = check_flag("return_lse", return_lse) or lse is not None
+    with_lse = check_flag("return_lse", return_lse) or "lse" in arrays
     deterministic = check_flag("deterministic", deterministic)
-    arrays = {name: x for name, x in given.items() if x is not None}
+    backward = direction == "backward"
+    needs = check_needs(needs, [name for name in DIFFERENTIABLE_OPTIONS if name in arrays])
+    if not backward and (gradients or needs != NEEDS):
+        given = ", ".join((*gradients, *(("needs",) if needs != NEEDS else ())))
+        raise ValueError(f'{given}: for the backward alone; pass direction="backward" as well')
+    for name in RESULTS["backward"]:
+        if name in gradients:
+            check_needed(name.removeprefix("d"), needs)
+    arrays = gradients | arrays
     library = one_library(**arrays)
-    facts, problem = describe(library, arrays, {"scale": scale, "causal": causal, "window": window}, direction)
+    facts, problem = describe(library, arrays, options, direction)
     check_apart(facts, {name: each.address for name, each in facts.items()}, direction)
     device = device_of(facts["q"])
-    if direction == "backward":
-        if problem.sees_nothing:
+    if backward:
+        if problem.sees_nothing or not needs:
             return Explanation(problem, device, None)
-        return explain_plan(plan_backward_call(problem, facts, NEEDS, deterministic, device))
+        return explain_plan(plan_backward_call(problem, facts, needs, deterministic, device))
     if problem.is_empty:
         return Explanation(problem, device, None)
     return explain_plan(plan_call(problem, facts, with_lse, device))

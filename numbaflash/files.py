@@ -1,4 +1,4 @@
-"""Arrays in files: q, k and v from ``.npz``, three ``.npy`` or ``.safetensors``, results back into one.
+"""Arrays in files: q, k, v and options from ``.npz``, ``.npy`` or ``.safetensors``, results back into one.
 
 NumPy's own formats have no bfloat16: NumPy writes such an array as 2-byte "void" items. They are read back here as
 bfloat16, since no other 2-byte element type is written that way. Pickled objects are never loaded.
@@ -20,10 +20,18 @@ from pathlib import Path
 
 import numpy as np
 
-from .problem import DTYPES
+from .problem import DTYPES, LENGTH_DTYPES, OPTIONS
 
 OPERANDS = ("q", "k", "v")
-_SAFETENSORS_NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
+_OPTION_DTYPES = {
+    "mask": ("bool",),
+    "bias": DTYPES,
+    "alibi_slopes": ("float32",),
+    "sinks": ("float32", "float64"),
+    "seqlens_q": LENGTH_DTYPES,
+    "seqlens_k": LENGTH_DTYPES,
+}
+_SAFETENSORS_NAMES = {"BOOL": "bool", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64", "I32": "int32", "I64": "int64"}
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format itself
 _DAMAGE = (
     *(ValueError, EOFError, OSError, MemoryError, NotImplementedError, RuntimeError, OverflowError, SyntaxError),
@@ -37,17 +45,20 @@ class FileError(ValueError):
 
 
 def load(paths) -> dict[str, np.ndarray]:
-    """Read q, k and v.
+    """Read q, k and v, and the options that are arrays.
 
     Parameters
     ----------
     paths : sequence of path
-        One ``.npz`` or ``.safetensors`` that holds ``q``, ``k`` and ``v``, or three ``.npy`` files in that order.
+        One ``.npz`` or ``.safetensors`` that holds ``q``, ``k`` and ``v``, and options of `numbaflash.forward` by their names; or ``.npy`` files:
+        q, k and v in that order, whatever their names, then options, each file named after its option (``mask.npy``).
 
     Returns
     -------
     dict of str to ndarray
-        "q", "k" and "v": native byte order, dtype float16, bfloat16 (needs ``ml_dtypes``), float32 or float64.
+        "q", "k" and "v": native byte order, dtype float16, bfloat16 (needs ``ml_dtypes``), float32 or float64. Those of "mask", "bias",
+        "alibi_slopes", "sinks", "seqlens_q" and "seqlens_k" that are there, of the dtypes that `numbaflash.forward` takes. Other arrays are not
+        read.
 
     Raises
     ------
@@ -56,16 +67,31 @@ def load(paths) -> dict[str, np.ndarray]:
     """
     paths = [Path(p) for p in paths]
     suffixes = {p.suffix.lower() for p in paths}
-    if len(paths) == 3 and suffixes == {".npy"}:
-        return {name: _checked(_read_npy(path), name, path) for name, path in zip(OPERANDS, paths, strict=True)}
+    if len(paths) >= 3 and suffixes == {".npy"}:
+        places = dict(zip(OPERANDS, paths, strict=False)) | _option_files(paths[3:])
+        return {name: _checked(_read_npy(path), name, path) for name, path in places.items()}
     if len(paths) == 1 and suffixes == {".npz"}:
         arrays = _read_npz(paths[0])
     elif len(paths) == 1 and suffixes == {".safetensors"}:
         arrays = read_safetensors(paths[0])
     else:
         names = ", ".join(str(p) for p in paths)
-        raise FileError(f"input must be one .npz or .safetensors file with q, k and v, or three .npy files (q, k, v in that order); got {names}")
-    return {name: _checked(arrays[name], name, paths[0]) for name in OPERANDS}
+        raise FileError(
+            "input must be one .npz or .safetensors file with q, k and v, or three .npy files (q, k, v in that order) and further ones named after "
+            f"options (mask.npy); got {names}"
+        )
+    return {name: _checked(array, name, paths[0]) for name, array in arrays.items()}
+
+
+def _option_files(paths) -> dict[str, Path]:
+    found = {}
+    for path in paths:
+        if path.stem not in OPTIONS:
+            raise FileError(f"{path}: a .npy file after those of q, k and v must be named after an option: {', '.join(f'{o}.npy' for o in OPTIONS)}")
+        if path.stem in found:
+            raise FileError(f"{path}: there is a second file of {path.stem}, {found[path.stem]}")
+        found[path.stem] = path
+    return found
 
 
 def check_output(path, *, inputs=(), want_lse: bool) -> Path:
@@ -147,11 +173,18 @@ def dtype_of(name: str) -> np.dtype:
 def _checked(array: np.ndarray, name: str, path: Path) -> np.ndarray:
     if array.dtype.kind == "V" and array.dtype.itemsize == 2 and array.dtype.names is None:
         array = array.view(bfloat16())
-    if array.dtype.name not in DTYPES:
-        raise FileError(f"{path}: {name} must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}; got dtype {array.dtype}")
+    _check_dtype(array.dtype.name, name, path)
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     return array
+
+
+def _check_dtype(dtype: str, name: str, path: Path) -> None:
+    allowed = _OPTION_DTYPES.get(name, DTYPES)
+    if dtype not in allowed:
+        expected = " or ".join(filter(None, (", ".join(allowed[:-1]), allowed[-1])))
+        hint = ". Numbers that are added to the scores are a bias" if name == "mask" and "float" in dtype else ""
+        raise FileError(f"{path}: {name} must be {expected}; got dtype {dtype}{hint}")
 
 
 def _opened(path: Path):
@@ -180,8 +213,7 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
             raise FileError(f"{path} is damaged or not a .npz archive: {error}") from error
         with archive:
             names = [name.removesuffix(".npy") for name in archive.namelist()]
-            _check_members(path, names)
-            return {name: _read_npy(path, _member(path, archive, name), name) for name in OPERANDS}
+            return {name: _read_npy(path, _member(path, archive, name), name) for name in _members(path, names)}
 
 
 def _member(path: Path, archive: zipfile.ZipFile, name: str):
@@ -191,15 +223,17 @@ def _member(path: Path, archive: zipfile.ZipFile, name: str):
         raise FileError(f"{path}: array {name} is damaged or not a NumPy array: {error}") from error
 
 
-def _check_members(path: Path, names) -> None:
+def _members(path: Path, names) -> list[str]:
+    """The arrays of the file that are to be read."""
     missing = [name for name in OPERANDS if name not in names]
     if missing:
         found = ", ".join(sorted(names)) or "nothing"
         raise FileError(f"{path} must hold arrays named q, k and v; {', '.join(missing)} missing, found {found}")
+    return [name for name in (*OPERANDS, *OPTIONS) if name in names]
 
 
 def read_safetensors(path) -> dict[str, np.ndarray]:
-    """Read q, k and v of a ``.safetensors`` file (an 8-byte header length, a JSON header, the raw bytes)."""
+    """Read q, k, v and options of a ``.safetensors`` file (an 8-byte header length, a JSON header, the raw bytes)."""
     path = Path(path)
     with _opened(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -214,8 +248,7 @@ def read_safetensors(path) -> dict[str, np.ndarray]:
         if not isinstance(header, dict):
             raise FileError(f"{path} is damaged or not a .safetensors file: its header is not a JSON object")
         header.pop("__metadata__", None)
-        _check_members(path, header)
-        return {name: _safetensor(path, file, name, header[name], 8 + length, size) for name in OPERANDS}
+        return {name: _safetensor(path, file, name, header[name], 8 + length, size) for name in _members(path, header)}
 
 
 def _safetensor(path: Path, file, name: str, entry, start: int, size: int) -> np.ndarray:
@@ -223,8 +256,7 @@ def _safetensor(path: Path, file, name: str, entry, start: int, size: int) -> np
         code, shape, (begin, end) = entry["dtype"], [operator.index(n) for n in entry["shape"]], map(operator.index, entry["data_offsets"])
     except (TypeError, KeyError, ValueError) as error:
         raise FileError(f"{path}: the header entry of {name} is damaged ({error!r})") from error
-    if not isinstance(code, str) or code not in _SAFETENSORS_NAMES:
-        raise FileError(f"{path}: {name} must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}; got dtype {code}")
+    _check_dtype(_SAFETENSORS_NAMES.get(code, code) if isinstance(code, str) else str(code), name, path)
     dtype = dtype_of(_SAFETENSORS_NAMES[code]).newbyteorder("<")
     if min(shape, default=0) < 0 or not 0 <= begin <= end <= size - start or end - begin != prod(shape) * dtype.itemsize:
         raise FileError(f"{path} is damaged or cut short: the data of {name} (shape {tuple(shape)}, bytes {begin} to {end}) does not fit it")

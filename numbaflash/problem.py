@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+import sys
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 
@@ -38,9 +39,13 @@ DIFFERENTIABLE = NEEDS + DIFFERENTIABLE_OPTIONS
 CONSTANT_OPTIONS = tuple(name for name in OPTIONS if name not in DIFFERENTIABLE_OPTIONS)
 """Arrays that have none."""
 
+FEATURES = ("softcap", *OPTIONS, "dropout")
+"""What a problem may have beyond q, k, v and a band, by the names of the arguments."""
+
 MAX_HEAD_DIM = 256
 MAX_SEQLEN = 2**30  # row and key numbers, and their sums with the offset, stay within int32
-MAX_SCALE = (2 - 2**-23) * 2.0**127 / math.log2(math.e)  # but for float64
+MAX_SCALE = {"float32": (2 - 2**-23) * 2.0**127 / math.log2(math.e), "float64": math.nextafter(sys.float_info.max / math.log2(math.e), 0)}
+"""By the dtype that scores are computed in."""
 MIN_SOFTCAP = 2.0**-126  # kernels hold softcap * log2(e) and scale / softcap in float32, but for float64
 DROPOUT_STEPS = 2**16
 """Dropout draws 16 bits for each pair, so the probability is a multiple of ``1 / DROPOUT_STEPS``."""
@@ -353,17 +358,19 @@ def check_scale(scale, head_dim) -> float:
         raise TypeError(f"scale must be a real number or None (1/sqrt(head_dim)); got {scale!r}")
     try:
         value = float(scale)
-    except OverflowError:
-        value = math.inf
+    except OverflowError:  # without its digits, which Python may refuse to print
+        raise ValueError("scale must be finite; got a number beyond the range of float64") from None
     if not math.isfinite(value):
         raise ValueError(f"scale must be finite; got {scale!r}")
     return value
 
 
 def _check_range(scale: float, dtype: str) -> float:
-    """Kernels hold scale * log2(e) in float32, for float64 in float64."""
-    if dtype != "float64" and abs(scale) > MAX_SCALE:
-        raise ValueError(f"scale must be from -{MAX_SCALE:.4g} to {MAX_SCALE:.4g} for {dtype}, whose scores are computed in float32; got {scale!r}")
+    """Kernels hold scale * log2(e) in the dtype of the scores."""
+    scores = "float64" if dtype == "float64" else "float32"
+    most = MAX_SCALE[scores]
+    if abs(scale) > most:
+        raise ValueError(f"scale must be from -{most:.4g} to {most:.4g} for {dtype}, whose scores are computed in {scores}; got {scale!r}")
     return scale
 
 
@@ -375,7 +382,7 @@ def check_softcap(softcap) -> float | None:
     try:
         value = float(softcap)
     except OverflowError:
-        value = math.inf
+        raise ValueError("softcap must be finite and positive; got a number beyond the range of float64") from None
     if not (math.isfinite(value) and value > 0):
         hint = ". None is no cap" if value == 0 else ""
         raise ValueError(f"softcap must be finite and positive; got {softcap!r}{hint}")
@@ -385,12 +392,11 @@ def check_softcap(softcap) -> float | None:
 def _check_softcap_range(softcap, scale, dtype):
     if softcap is None or dtype == "float64":
         return softcap
-    if not MIN_SOFTCAP <= softcap <= MAX_SCALE:
-        raise ValueError(
-            f"softcap must be from {MIN_SOFTCAP:.4g} to {MAX_SCALE:.4g} for {dtype}, whose scores are computed in float32; got {softcap!r}"
-        )
-    if abs(scale) / softcap > MAX_SCALE:
-        raise ValueError(f"scale / softcap must be at most {MAX_SCALE:.4g} for {dtype}; got scale {scale!r} and softcap {softcap!r}")
+    most = MAX_SCALE["float32"]
+    if not MIN_SOFTCAP <= softcap <= most:
+        raise ValueError(f"softcap must be from {MIN_SOFTCAP:.4g} to {most:.4g} for {dtype}, whose scores are computed in float32; got {softcap!r}")
+    if abs(scale) / softcap > most:
+        raise ValueError(f"scale / softcap must be at most {most:.4g} for {dtype}; got scale {scale!r} and softcap {softcap!r}")
     return softcap
 
 
@@ -558,6 +564,12 @@ def check_needs(needs, options=()) -> tuple[str, ...]:
             listed = ", ".join(f'"{each}"' for each in allowed[:-1])
             raise ValueError(f'needs must hold nothing but {listed} and "{allowed[-1]}"; got {name!r}')
     return tuple(name for name in allowed if name in names)
+
+
+def check_needed(name: str, needs: tuple[str, ...]) -> None:
+    """A gradient that the caller gives an array for (``dq=``, ...) must be one that is wanted."""
+    if name not in needs:
+        raise ValueError(f'd{name} was given, but "{name}" is not in needs; got needs={needs!r}. Add it, or leave d{name} out')
 
 
 def gradient_missing(name: str, instead: str) -> UnsupportedError:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from . import dispatch
 from .arrays import contiguous_strides
-from .dispatch import CPU, Device, Layout, Layouts
-from .problem import DTYPES, ITEMSIZE, MAX_HEAD_DIM, Problem, make_problem
+from .dispatch import CPU, BackwardLayouts, Device, Layout, Layouts
+from .problem import DIFFERENTIABLE_OPTIONS, DTYPES, FEATURES, ITEMSIZE, MAX_HEAD_DIM, NEEDS, OPTIONS, Problem, make_problem
 
 CAPABILITIES = ((5, 0), (6, 0), (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 _SM_COUNTS = {(8, 0): 108, (9, 0): 132, (10, 0): 148}
@@ -16,7 +16,7 @@ _SM_COUNTS = {(8, 0): 108, (9, 0): 132, (10, 0): 148}
 OTHER = -1
 """Stands for the next head dim that the family has."""
 
-OPTIONS = {
+COLUMNS = {
     "causal": {"causal": True},
     "causal top_left": {"causal": "top_left"},
     "window": {"window": (128, 32)},
@@ -29,7 +29,7 @@ OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One family and dtype: head dims it computes (D = Dv), and for each of `OPTIONS` "yes", "no" or "some head dims"."""
+    """One family and dtype: head dims it computes (D = Dv), and for each of `COLUMNS` "yes", "no" or "some head dims"."""
 
     family: str
     devices: str
@@ -56,18 +56,22 @@ def assumed_device(arch: str) -> Device:
 
 def contiguous_layouts(problem: Problem, *, lse: bool = True) -> Layouts:
     """Layouts of C-contiguous, aligned operands of a problem."""
+    names = ("q", "k", "v", "out", *(("lse",) if lse else ()), *problem.options)
+    return Layouts(**{name: _contiguous(problem, name) for name in names})
 
-    def layout(shape, itemsize):
-        return Layout(shape, contiguous_strides(shape, itemsize))
 
-    size = ITEMSIZE[problem.dtype]
-    return Layouts(
-        q=layout(problem.q_shape, size),
-        k=layout(problem.k_shape, size),
-        v=layout(problem.v_shape, size),
-        out=layout(problem.out_shape, size),
-        lse=layout(problem.lse_shape, ITEMSIZE[problem.lse_dtype]) if lse else None,
-    )
+def contiguous_backward_layouts(problem: Problem) -> BackwardLayouts:
+    """The same of a backward call for the gradients of q, k and v, without a gradient of the LSE."""
+    names = ("dout", "q", "k", "v", "out", "lse", *(f"d{name}" for name in NEEDS), *problem.options)
+    return BackwardLayouts(**{name: _contiguous(problem, name) for name in names})
+
+
+def _contiguous(problem, operand) -> Layout:
+    shape = problem.shape_of(operand)
+    strides = contiguous_strides(shape, ITEMSIZE[problem.dtype_of(operand)])
+    if operand in OPTIONS:  # broadcast along axes of one element
+        strides = tuple(0 if n == 1 else step for n, step in zip(shape, strides, strict=True))
+    return Layout(shape, strides)
 
 
 def rows() -> list[Row]:
@@ -79,7 +83,7 @@ def rows() -> list[Row]:
             device, devices = _devices(family, dtype)
             if device is not None:
                 dims = [d for d in range(1, MAX_HEAD_DIM + 1) if not family.supports(_problem(dtype, d), device)]
-                options = tuple(_option(family, device, dtype, dims, change) for change in OPTIONS.values())
+                options = tuple(_option(family, device, dtype, dims, change) for change in COLUMNS.values())
                 table.append(Row(name, devices, dtype, dims_text(dims), options))
     return table
 
@@ -89,10 +93,26 @@ def markdown() -> str:
     joined: dict[Row, list[str]] = {}
     for row in rows():
         joined.setdefault(replace(row, dtype=""), []).append(row.dtype)
-    head = ("family", "runs on", "dtype", "head dims", *OPTIONS)
+    head = ("family", "runs on", "dtype", "head dims", *COLUMNS)
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     for row, dtypes in joined.items():
         lines.append("| " + " | ".join((f"`{row.family}`", row.devices, ", ".join(dtypes), row.head_dims, *row.options)) + " |")
+    return "\n".join(lines)
+
+
+def features() -> dict[str, dict[str, str]]:
+    """Each option of the score with what the families have of it: "yes", "forward" (no gradients), "gradients" (no forward) or "no"."""
+    names = {(True, True): "yes", (True, False): "forward", (False, True): "gradients", (False, False): "no"}
+    packages = {name: [dispatch.family(name, direction) for direction in ("forward", "backward")] for name in dispatch.FAMILIES}
+    return {each: {name: names[tuple(each in package.FEATURES for package in pair)] for name, pair in packages.items()} for each in FEATURES}
+
+
+def features_markdown() -> str:
+    """`features` in Markdown; those with a gradient of their own are marked."""
+    lines = ["| option | " + " | ".join(f"`{name}`" for name in dispatch.FAMILIES) + " |", "|" + " --- |" * (1 + len(dispatch.FAMILIES))]
+    for name, cells in features().items():
+        gradient = ", with its gradient" if name in DIFFERENTIABLE_OPTIONS else ""
+        lines.append(f"| `{name}`{gradient} | " + " | ".join(cells.values()) + " |")
     return "\n".join(lines)
 
 
@@ -135,4 +155,4 @@ def _option(family, device, dtype, dims, change) -> str:
 
 
 if __name__ == "__main__":
-    print(markdown())
+    print(markdown(), features_markdown(), sep="\n\n")

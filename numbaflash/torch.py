@@ -7,6 +7,7 @@ torch.jit.trace, dispatch modes), the same two steps are custom operators, which
 from __future__ import annotations
 
 import math
+import numbers
 import threading
 from contextlib import contextmanager, nullcontext
 
@@ -457,6 +458,8 @@ def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.
     -----
     Up to four axes, nothing is copied. Of more, the leading ones are joined, which copies where their strides do not allow it.
     """
+    if not isinstance(dropout_p, numbers.Real):
+        raise TypeError(f"dropout_p must be a real number; got {dropout_p!r}")
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be at least 0 and below 1; got {dropout_p}")
     is_causal, enable_gqa = check_flag("is_causal", is_causal), check_flag("enable_gqa", enable_gqa)

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from dataclasses import replace
+from unittest import mock
 
 SMALL = {"seqlen_q": 19, "seqlen_k": 23, "head_dim": 8, "head_dim_v": 8}
 SCORES = (2, 2, 19, 23)
@@ -132,7 +133,9 @@ def backward_cases():
         "causal, top left, deterministic": replace(base, causal="top_left", deterministic=True),
         "more queries than keys": replace(base, seqlen_q=30, seqlen_k=11, causal=True),
         "window": replace(base, window=(3, 2)),
+        "causal, grouped heads, deterministic": replace(base, seqlen_q=26, seqlen_k=26, causal=True, heads=3, deterministic=True),
         "left window, deterministic": replace(base, seqlen_k=40, window=(5, None), deterministic=True),
+        "hidden NaN, causal, deterministic": replace(base, seqlen_q=26, seqlen_k=20, causal=True, hidden="nan", deterministic=True),
         "narrow window, grouped heads, deterministic": replace(base, seqlen_q=40, seqlen_k=40, window=(2, 0), heads=2, deterministic=True),
         "hidden NaN in shared tiles": replace(base, seqlen_q=9, seqlen_k=40, window=(2, 1), hidden="nan", with_dlse=True),
         "hidden NaN, rows without keys": replace(base, seqlen_q=30, seqlen_k=11, causal=True, hidden="nan"),
@@ -154,6 +157,90 @@ def backward_cases():
     for needs in (("bias",), ("sinks",), ("q",), ("v", "bias")):
         named[f"option: every option, gradient of {', '.join(needs)} alone"] = replace(base, **EVERYTHING, needs=needs)
     return named
+
+
+def turn_cases():
+    """Cases whose blocks add to dq in turn, each with the queries and keys of a tile. No two have the same lengths, so each is planned anew."""
+    from numbaflash.testing import BackwardCase
+
+    base = BackwardCase(heads=2, kv_heads=1, head_dim=8, head_dim_v=8, deterministic=True)
+    return {
+        "no band": (replace(base, seqlen_q=10, seqlen_k=18), 8, 8),
+        "causal": (replace(base, seqlen_q=25, seqlen_k=25, causal=True), 8, 8),
+        "causal, batch": (replace(base, batch=2, heads=4, kv_heads=2, seqlen_q=12, seqlen_k=13, causal=True), 8, 8),
+        "causal, wide tiles of queries": (replace(base, seqlen_q=26, seqlen_k=20, causal=True), 16, 8),
+        "causal, wide tiles of keys": (replace(base, seqlen_q=20, seqlen_k=26, causal=True), 8, 16),
+        "causal, top left, more keys than queries": (replace(base, seqlen_q=9, seqlen_k=27, causal="top_left"), 16, 8),
+        "causal, more queries than keys": (replace(base, seqlen_q=28, seqlen_k=14, causal=True), 8, 8),
+        "window": (replace(base, seqlen_q=29, seqlen_k=31, window=(9, 5)), 8, 8),
+        "window, wide tiles of keys": (replace(base, seqlen_q=30, seqlen_k=33, window=(3, 0)), 8, 16),
+        "left window": (replace(base, seqlen_q=19, seqlen_k=21, window=(6, None)), 8, 8),
+    }
+
+
+def defined_steps(problem, q_tile, kv_tile):
+    """Steps (tile of keys, turn, number) of each key/value head over the batch: its blocks in their order, each with its walk.
+
+    A turn is how many blocks of smaller keys see the tile of queries; a number counts tiles of queries over all heads.
+    """
+    from numbaflash import reference
+
+    seen, group = reference.visible(problem), range(problem.group)
+    q_tiles, kv_tiles = -(-problem.seqlen_q // q_tile), -(-problem.seqlen_k // kv_tile)
+    sees = [[seen[m * q_tile :, n * kv_tile :][:q_tile, :kv_tile].any() for m in range(q_tiles)] for n in range(kv_tiles)]
+    columns = []
+    for column in range(problem.batch * problem.kv_heads):
+        steps = []
+        for n, tiles in enumerate(sees):
+            up = [m for m in range(q_tiles) if tiles[m]]
+            walk = [(m, h) for h in group for m in up]
+            if problem.left is not None or problem.right is not None:
+                walk = [(m, h) for m in reversed(up) for h in group]
+            steps += [(n, sum(before[m] for before in sees[:n]), (column * problem.group + h) * q_tiles + m) for m, h in walk]
+        columns.append(steps)
+    return columns
+
+
+def check_turns(case, q_tile, kv_tile):
+    """Run a case, and compare the tiles of queries that blocks come to, and how many blocks they wait for there, with the definition."""
+    from numbaflash import testing
+    from numbaflash.kernels.simt.backward import config, tiles, walk
+
+    steps, turn, add_sums = [], walk.turn, tiles.add_sums
+
+    def watched_turn(config):
+        turn_of = turn(config)
+
+        def watched(kv_block, first_q, band_first):
+            steps.append((int(kv_block), int(turn_of(kv_block, first_q, band_first))))
+            return steps[-1][1]
+
+        return watched
+
+    def watched_add(config):
+        add = add_sums(config)
+
+        def watched(sums, number, thread, dq):
+            if thread == 0:
+                steps[-1] += (int(number),)
+            add(sums, number, thread, dq)
+
+        return watched
+
+    tile = replace(config._SIMULATOR_TILE, q_tile=q_tile, kv_tile=kv_tile)
+    with (
+        mock.patch.object(config, "_SIMULATOR_TILE", tile),
+        mock.patch.object(walk, "turn", watched_turn),
+        mock.patch.object(tiles, "add_sums", watched_add),
+    ):
+        testing.run_backward_case(case, "simt", "numpy")
+    half, of_head = len(steps) // 2, -(-case.seqlen_q // q_tile) * case.problem.group
+    if steps[:half] != steps[half:]:
+        raise AssertionError("the second of two calls goes another way")
+    for column, defined in enumerate(defined_steps(case.problem, q_tile, kv_tile)):
+        found = [step for step in steps[:half] if step[2] // of_head == column]
+        if found != defined or not found:
+            raise AssertionError(f"key/value head {column}: (keys, turn, number) are {found}, but should be {defined}")
 
 
 def main():
@@ -194,6 +281,8 @@ def main():
         failed |= report(f"backward: {name}", lambda case=case: testing.run_backward_case(case, "simt", "numpy"))
     failed |= report("backward: drawn by Hypothesis", backward_drawn)
     failed |= report("backward: options drawn by Hypothesis", backward_options_drawn)
+    for name, arguments in turn_cases().items():
+        failed |= report(f"turns: {name}", lambda arguments=arguments: check_turns(*arguments))
     return int(failed)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import subprocess
 import sys
 import threading
@@ -254,7 +256,7 @@ BAD = [
     (TypeError, r"scale must be a real number or None .*; got array\(1\.\)", (Q, K, V), {"scale": np.array(1.0)}),
     (ValueError, r"scale must be finite; got nan", (Q, K, V), {"scale": float("nan")}),
     (ValueError, r"scale must be finite; got inf", (Q, K, V), {"scale": float("inf")}),
-    (ValueError, r"scale must be finite; got 1000", (Q, K, V), {"scale": 10**400}),
+    (ValueError, r"scale must be finite; got a number beyond the range of float64", (Q, K, V), {"scale": 10**400}),
     (ValueError, r'causal must be False, True \(bottom-right\) or "top_left"; got \'bottom\'', (Q, K, V), {"causal": "bottom"}),
     (ValueError, r"causal must be False, True .*; got 1", (Q, K, V), {"causal": 1}),
     (ValueError, r"causal must be False, True .*; got None", (Q, K, V), {"causal": None}),
@@ -580,7 +582,62 @@ def test_explain_of_nothing():
     assert told.plan is None and "the result has no element" in str(told)
 
 
+MASK, BIAS = np.ones((9, 13), bool), np.zeros((4, 1, 13), np.float16)
+SLOPES, SINKS, LENGTHS = np.ones((2, 4), np.float32), np.zeros(4, np.float32), np.full(2, 5, np.int64)
+EVERY_OPTION = {"softcap": 30, "mask": MASK, "bias": BIAS, "alibi_slopes": SLOPES, "sinks": SINKS, "dropout": 0.25, "seed": 3}
+EVERY_OPTION |= {"seqlens_q": LENGTHS, "seqlens_k": LENGTHS.astype(np.int32)}
+
+
+def test_explain_takes_what_forward_and_backward_take():
+    def options(function):
+        return {name: p.default for name, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY and name != "stream"}
+
+    arrays = {name: None for name in ("dout", "out", "lse")}
+    want = options(numbaflash.forward) | options(numbaflash.backward) | arrays | {"direction": "forward"}
+    assert options(numbaflash.explain) == want
+
+
+def test_explain_shows_every_option():
+    text = str(numbaflash.explain(Q, K, V, causal=True, window=(3, None), **EVERY_OPTION))
+    for line in (
+        r"band +query i sees keys i \+ seqlens_k - seqlens_q - 3 <= j <= i \+ seqlens_k - seqlens_q",
+        r"softcap +30",
+        r"mask +bool \(1, 1, 9, 13\)",
+        r"bias +float16 \(1, 4, 1, 13\)",
+        r"alibi_slopes +float32 \(2, 4\)",
+        r"sinks +float32 \(4,\)",
+        r"seqlens_q +int64 \(2,\)",
+        r"seqlens_k +int32 \(2,\)",
+        r"dropout +0.25",
+        r"family +cpu",
+        r"not sm90 +it has no softcap; it has no mask; it has no bias; it has no alibi_slopes; it has no sinks; .* it has no dropout; it needs",
+    ):
+        assert re.search(f"^{line}", text, re.M), f"{line} in\n{text}"
+    plain = str(numbaflash.explain(Q, K, V))
+    assert not any(re.search(f"^{name} ", plain, re.M) for name in EVERY_OPTION)
+    assert "13 - seqlens_q" in str(numbaflash.explain(Q, K, V, causal=True, seqlens_q=LENGTHS))
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY_OPTION if name != "seed"])
+def test_explain_plans_what_a_call_uses_with_options(fake, name):
+    family = fake()
+    options = {name: EVERY_OPTION[name]}
+    told = numbaflash.explain(Q, K, V, **options)
+    numbaflash.forward(Q, K, V, **options, **({"seed": 1} if name == "dropout" else {}))
+    assert told.plan.problem.features == (name,) and family.plans == [told.plan, told.plan]
+
+
 def test_explain_checks_as_forward_does():
+    for options, message in (
+        ({"mask": MASK.astype(int)}, "mask must be bool"),
+        ({"bias": BIAS[..., :5]}, "bias must broadcast"),
+        ({"softcap": 0}, "None is no cap"),
+        ({"dropout": 1}, "dropout must be at least 0 and below 1"),
+        ({"seed": -1}, "seed must be at least 0"),
+        ({"dlse": LSE, "needs": ("q",)}, 'dlse, needs: for the backward alone; pass direction="backward"'),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            numbaflash.explain(Q, K, V, **options)
     with pytest.raises(ValueError, match="out must be writable"):
         numbaflash.explain(Q, K, V, out=READONLY)
     with pytest.raises(TypeError, match="got list"):

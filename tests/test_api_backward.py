@@ -53,7 +53,7 @@ class FakeFamily:
 
     def prepare(self, plan):
         def launch(addresses, stream):
-            self.launches.append(dict(zip(dispatch.BACKWARD_OPERANDS, addresses, strict=True)) | {"stream": stream})
+            self.launches.append(dict(zip(dispatch.operands(plan.problem, "backward"), addresses, strict=True)) | {"stream": stream})
             if self.on_launch is not None:
                 self.on_launch(self.launches[-1])
 
@@ -427,6 +427,22 @@ def test_explain_of_the_backward(fake):
     assert told.families == {"sm90": ("simt is preferred",), "cpu": ("simt is preferred",)}
     told = numbaflash.explain(Q, K, V, direction="backward", out=OUT.swapaxes(1, 2).copy().swapaxes(1, 2), lse=LSE)
     assert told.plan.layouts.out.strides != OUT.strides and not told.plan.deterministic
+
+
+def test_explain_of_the_backward_takes_all_of_its_arguments(fake):
+    family = fake(workspace_bytes=64)
+    bias, sinks = np.zeros((4, 9, 13), np.float32), np.zeros(4, np.float32)
+    given = {"dlse": LSE.copy(), "dq": np.empty(Q.shape[::-1], Q.dtype).T, "dbias": np.empty_like(bias), "needs": ("q", "bias", "sinks")}
+    options = {"bias": bias, "sinks": sinks, "softcap": 20.0}
+    told = numbaflash.explain(Q, K, V, direction="backward", dout=DOUT[:, ::-1], **options, **given)
+    numbaflash.backward(DOUT[:, ::-1], Q, K, V, OUT, LSE, **options, **given)
+    assert family.plans == [told.plan, told.plan]
+    assert told.plan.layouts.dk is None and told.plan.layouts.dq.strides == given["dq"].strides
+    assert numbaflash.explain(Q, K, V, direction="backward", needs=()).plan is None
+    with pytest.raises(ValueError, match='dv was given, but "v" is not in needs'):
+        numbaflash.explain(Q, K, V, direction="backward", dv=np.empty_like(V), needs=("q",))
+    with pytest.raises(ValueError, match='needs holds "bias", but no bias was given'):
+        numbaflash.explain(Q, K, V, direction="backward", needs=("bias",))
 
 
 def test_explain_of_gradients_of_nothing():

@@ -76,6 +76,69 @@ def test_run_three_npy_files_top_left(tmp_path, capsys, operands):
     np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), nf.forward(**operands, causal="top_left"))
 
 
+@pytest.fixture
+def option_arrays():
+    rng = np.random.default_rng(1)
+    return {
+        "mask": rng.random((37, 50)) < 0.7,
+        "bias": rng.standard_normal((4, 1, 50)).astype(np.float16),
+        "alibi_slopes": rng.random((2, 4), dtype=np.float32),
+        "sinks": rng.standard_normal(4).astype(np.float32),
+        "seqlens_q": np.array([30, 37]),
+        "seqlens_k": np.array([50, 41], np.int32),
+    }
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors", ".npy"])
+def test_run_takes_options_from_the_file_by_name(tmp_path, capsys, operands, option_arrays, suffix):
+    arrays = operands | option_arrays
+    if suffix == ".npy":
+        inputs = [tmp_path / f"{name}.npy" for name in arrays]
+        for path, array in zip(inputs, arrays.values(), strict=True):
+            np.save(path, array)
+    else:
+        inputs = [tmp_path / f"in{suffix}"]
+        files.save(inputs[0], arrays)
+    numbers = ("--softcap", "5", "--dropout", "0.25", "--seed", str(2**64 - 1))
+    status, said, err = command(capsys, "run", *inputs, "--causal", *numbers, "--out", tmp_path / "out.npz")
+    assert status == 0 and f"with {', '.join(option_arrays)}" in said, err
+    want = nf.forward(**arrays, causal=True, softcap=5.0, dropout=0.25, seed=2**64 - 1)
+    np.testing.assert_array_equal(np.load(tmp_path / "out.npz")["out"], want)
+    assert not np.allclose(want, nf.forward(**operands, causal=True), atol=1e-2)
+
+
+def test_run_in_another_dtype_keeps_that_of_options(tmp_path, capsys, operands, option_arrays):
+    files.save(tmp_path / "in.npz", operands | option_arrays | {"bias": option_arrays["bias"].astype(np.float64)})
+    for dtype in ("float64", "float16"):
+        status, said, err = command(capsys, "run", tmp_path / "in.npz", "--dtype", dtype, "--out", tmp_path / "out.npz")
+        assert status == 0 and f" {dtype}, with mask" in said, err
+
+
+def test_run_refuses_bad_options(tmp_path, capsys, operands, option_arrays):
+    out = tmp_path / "out.npz"
+
+    def refuse(words, *arguments, **arrays):
+        files.save(tmp_path / "in.npz", operands)
+        np.savez(tmp_path / "in.npz", **operands, **arrays)
+        refused(capsys, words, "run", tmp_path / "in.npz", "--out", out, *arguments)
+
+    refuse("in.npz: mask must be bool; got dtype float32. Numbers that are added to the scores are a bias", mask=np.ones(50, np.float32))
+    refuse(r"mask must broadcast to .* = \(2, 4, 37, 50\)", mask=np.ones((3, 50), bool))
+    refuse("seqlens_k must be int32 or int64; got dtype float64", seqlens_k=np.ones(2))
+    refuse(r"sinks must have shape \(heads,\) = \(4,\)", sinks=np.ones(3, np.float32))
+    refuse("bias must be one of float16, bfloat16, float32 for q of float32", bias=np.ones(50))
+    refuse("dropout needs a seed", "--dropout", "0.5")
+    refuse("dropout must be at least 0 and below 1", "--dropout", "1", "--seed", "1")
+    refuse("None is no cap", "--softcap", "0")
+    refuse("seed must be at least 0 and below 2", "--dropout", "0.5", "--seed=-1")
+    for name, array in (operands | option_arrays).items():
+        np.save(tmp_path / f"{name}.npy", array)
+    three = [tmp_path / f"{name}.npy" for name in "qkv"]
+    refused(capsys, "mask.npy, bias.npy, .*", "run", *three, tmp_path / "q.npy", "--out", out)
+    refused(capsys, "there is a second file of mask", "run", *three, tmp_path / "mask.npy", tmp_path / "mask.npy", "--out", out)
+    assert not out.exists()
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_run_in_another_dtype(tmp_path, capsys, operands, dtype):
     files.save(tmp_path / "in.npz", operands)
@@ -103,7 +166,7 @@ def test_run_refuses_in_one_line_and_writes_nothing(tmp_path, capsys, operands):
     refused(capsys, "damaged", "run", tmp_path / "broken.npz", "--out", out)
     refused(capsys, "there is no folder", "run", good, "--out", tmp_path / "no" / "out.npz")
     refused(capsys, "would overwrite an input", "run", good, "--out", good)
-    refused(capsys, "window left must not be negative", "run", good, "--out", out, "--window=-3,0")
+    refused(capsys, "window left must not be negative", "run", good, "--out", out, "--window", "-3,0")
     refused(capsys, "scale must be finite", "run", good, "--out", out, "--scale", "nan")
     refused(capsys, "no kernel family can compute", "run", good, "--out", out, "--family", "sm90")
     refused(capsys, "cpu or cuda:INDEX", "run", good, "--out", out, "--device", "sm_90")
@@ -128,6 +191,12 @@ def test_wrong_arguments_are_told_in_one_line(capsys):
         (("nonsense",), "invalid choice"),
     ):
         refused(capsys, re.escape(words), *arguments)
+
+
+def test_values_that_begin_with_a_minus(capsys):
+    status, out, _ = command(capsys, "explain", "--scale", "-1e-3", "--seqlen-q", "64", "--device", "cpu")
+    assert status == 0 and re.search(r"^scale +-0\.001$", out, re.M)
+    refused(capsys, "window left must not be negative .*; got -1", "explain", "--window", "-1,0")
 
 
 def test_traceback_shows_the_whole_story(tmp_path, capsys):
@@ -236,6 +305,26 @@ def test_explain_for_a_gpu_that_is_not_there(capsys, dtype, family):
     assert re.search(rf"family\W+{family}", out)
 
 
+def test_explain_shows_options_and_who_has_them(capsys):
+    options = ("--mask", "--bias", "8,1,4096:float32", "--alibi-slopes", "--sinks", "--seqlens-q", "--seqlens-k", "int64", "--softcap", "30")
+    status, out, err = command(capsys, "explain", "--heads", "8", "--causal", *options, "--dropout", "0.25")
+    assert status == 0, err
+    for line in (
+        *("softcap +30", r"mask +bool \(1, 1, 4096, 4096\)", r"bias +float32 \(1, 8, 1, 4096\)", r"alibi_slopes +float32 \(1, 8\)"),
+        *(r"sinks +float32 \(8,\)", r"seqlens_q +int32 \(1,\)", r"seqlens_k +int64 \(1,\)", "dropout +0.25", "not sm90 .*no softcap.*no dropout"),
+    ):
+        assert re.search(f"^{line}", out, re.M), out
+    status, out, err = command(capsys, "explain", "--backward", "--deterministic", "--mask", "1,16,1,4096")
+    assert status == 0 and "backward, deterministic" in out and "bool (1, 16, 1, 4096)" in out, err
+    assert "every gradient is 0" in command(capsys, "explain", "--backward", "--seqlen-k", "0")[1]
+    refused(capsys, "add --backward", "explain", "--deterministic")
+    refused(capsys, "mask must broadcast", "explain", "--mask", "5,4096")
+    refused(capsys, "must be a shape such as", "explain", "--mask", "a,b")
+    refused(capsys, "after the colon; got 'int8'", "explain", "--bias", "1,1:int8")
+    refused(capsys, "sm90: it has no mask; it needs", "explain", "--family", "sm90", "--mask")
+    refused(capsys, "seed must be at least 0", "explain", "--seed=-2")
+
+
 def test_explain_without_the_compilers_libraries(capsys, monkeypatch, tmp_path):
     from numbaflash.toolchain import compile as compiler
     from numbaflash.toolchain import resources
@@ -265,6 +354,25 @@ def test_explain_without_the_compilers_libraries(capsys, monkeypatch, tmp_path):
 def test_support_table(capsys):
     status, out, _ = command(capsys, "support")
     assert status == 0 and out.startswith("| family |") and "`cpu`" in out
+    assert "| option | `sm90` | `simt` | `cpu` |" in out and out.count("| `bias`, with its gradient |") == 1
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_table_of_options_is_what_the_families_answer(direction):
+    """A family refuses just the options that its ``FEATURES`` leave out."""
+    from numbaflash import dispatch, support
+    from numbaflash.problem import FEATURES, make_problem
+
+    given = {"softcap": 9.0, "mask": ((256, 256), "bool"), "bias": ((256,), "float16"), "alibi_slopes": ((4,), "float32"), "dropout": 0.5}
+    given |= {"sinks": ((4,), "float32"), "seqlens_q": ((1,), "int32"), "seqlens_k": ((1,), "int64")}
+    shape = (1, 256, 4, 64)
+    for feature, cells in support.features().items():
+        problem = make_problem(shape, shape, shape, ("float16",) * 3, **{feature: given[feature]})
+        assert problem.features == (feature,) and tuple(support.features()) == FEATURES
+        for name, cell in cells.items():
+            device = dispatch.CPU if name == "cpu" else support.assumed_device("sm_90")
+            able = not dispatch.family(name, direction).supports(problem, device)
+            assert able == (cell in ("yes", {"forward": "forward", "backward": "gradients"}[direction])), (name, feature)
 
 
 def test_cache_list_size_clear(tmp_path, capsys, monkeypatch):
@@ -346,7 +454,21 @@ def test_fuzz_finds_nothing_in_the_cpu_family(tmp_path, capsys, monkeypatch):
     assert "seed 1" in out and "no case failed" in out and not list(tmp_path.glob("numbaflash*"))
 
 
+def test_fuzz_draws_options(capsys, monkeypatch):
+    from numbaflash import testing
+    from numbaflash.problem import FEATURES
+    from numbaflash.testing import strategies
+
+    asked = []
+    monkeypatch.setattr(testing, "fuzz", lambda **options: asked.append(options.get("options")) or 0)
+    for arguments in ((), ("--option", "mask", "--option", "softcap"), ("--option", "mask", "--option", "all")):
+        assert command(capsys, "fuzz", *arguments)[0] == 0
+    assert asked == [None, ("mask", "softcap"), FEATURES]
+    assert set(FEATURES) == set(strategies.FEATURES)
+
+
 def test_fuzz_refuses(tmp_path, capsys):
+    refused(capsys, "invalid choice: 'masks'", "fuzz", "--option", "masks")
     refused(capsys, "minutes must be positive", "fuzz", "--minutes", "0")
     refused(capsys, "max_seqlen must be at least 1; got 0", "fuzz", "--max-seqlen", "0")
     refused(capsys, "library must be one of", "fuzz", "--library", "tensorflow")

@@ -659,6 +659,18 @@ def test_the_second_process_does_not_compile(tmp_path):
     assert hits == 2
 
 
+def test_warmup_tells_what_it_compiled(tmp_path):
+    code = """
+        import json, numbaflash
+        from numbaflash.problem import make_problem
+        problems = [make_problem(*[(1, n, 2, 16)] * 3, ("float32",) * 3, causal=causal) for n in (40, 900) for causal in (False, True)]
+        for report in (numbaflash.warmup(problems, device="cpu"), numbaflash.warmup(problems, device="cpu")):
+            print(json.dumps([report.plans, len(report.built), len(report.cached)]))
+    """
+    assert python(code, NUMBAFLASH_CACHE_DIR=tmp_path).splitlines() == ["[4, 2, 0]", "[4, 0, 2]"]
+    assert python(code, NUMBAFLASH_CACHE_DIR=tmp_path).splitlines() == ["[4, 0, 2]", "[4, 0, 2]"]
+
+
 def test_a_cache_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     hits, *_ = json.loads(python(FIRST_CALL, NUMBAFLASH_CACHE_DIR=tmp_path / "file").splitlines()[0])

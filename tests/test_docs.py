@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import doctest
 import importlib.util
+import itertools
 import json
 import re
 import subprocess
@@ -98,32 +99,38 @@ def figures():
     return module.FIGURES
 
 
-@pytest.mark.parametrize("name", ["tiling", "band", "backward"])
+@pytest.mark.parametrize("name", figures())
 def test_figures_are_drawn_by_the_code(name):
     drawn = str(figures()[name]())
     assert (ROOT / "docs" / "figures" / f"{name}.svg").read_text(encoding="utf-8") == drawn, "run: python docs/figures/draw.py"
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
-def test_support_table_is_what_the_families_say(page):
-    from numbaflash.support import markdown
+@pytest.mark.parametrize("name", ["support", "options"])
+def test_support_tables_are_what_the_families_say(page, name):
+    from numbaflash.support import features_markdown, markdown
 
-    found = re.search(r"<!-- numbaflash support -->\n(.*?)\n<!-- end -->", (ROOT / page).read_text(encoding="utf-8"), re.S)
-    assert found is not None, f"{page} has no support table"
-    assert found[1].strip() == markdown(), "run: python docs/tables.py"
+    found = re.search(rf"<!-- numbaflash {name} -->\n(.*?)\n<!-- end -->", (ROOT / page).read_text(encoding="utf-8"), re.S)
+    assert found is not None, f"{page} has no table of {name}"
+    assert found[1].strip() == {"support": markdown, "options": features_markdown}[name](), "run: python docs/tables.py"
 
 
-def test_forward_figures_are_those_of_the_results():
-    """Ratios to the best peer on the performance page, and what the README says of them, against the file that the page names."""
+def ratios_of_results(direction):
+    """The performance page, and of the file that it names the best peer's time over ours, and all times, for each cell."""
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    file = ROOT / re.search(r"`(bench/results/\S+-forward\.jsonl)`", page)[1]
+    file = ROOT / re.search(rf"`(bench/results/\S+h200-{direction}\.jsonl)`", page)[1]
     times = {}
     for line in file.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
         if record["ms"] is not None:
             cell = tuple(record[name] for name in ("head_dim", "causal", "seqlen_q", "dtype", "heads", "kv_heads"))
             times.setdefault(cell, {})[record["library"]] = record["ms"]
-    ratios = {cell: min(ms for name, ms in place.items() if name != "numbaflash") / place["numbaflash"] for cell, place in times.items()}
+    peers = ("cudnn", "fa2", "fa4")
+    return page, {cell: min(place[name] for name in peers if name in place) / place["numbaflash"] for cell, place in times.items()}, times
+
+
+def check_summary(page, ratios):
+    """What the performance page and the README say of all cells; the README's sentence is what follows."""
     n, least, middle, most = len(ratios), min(ratios.values()), median(ratios.values()), max(ratios.values())
     good = sum(ratio >= 1 for ratio in ratios.values())
     assert f"at least 1.00 in {good} of {n} cells, median {middle:.2f}, least {least:.2f}, most {most:.2f}" in page
@@ -131,12 +138,33 @@ def test_forward_figures_are_those_of_the_results():
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert f"{least:.2f} to {most:.2f} times the best of" in readme
     assert f"{middle:.2f} in the median of {n} shapes, and at least at 1.00 in {good} of them" in readme
+
+
+def test_forward_figures_are_those_of_the_results():
+    page, ratios, _ = ratios_of_results("forward")
+    check_summary(page, ratios)
     lengths = sorted({cell[2] for cell in ratios})
-    for head_dim in (64, 128, 256):
-        for causal in (False, True):
-            pairs = [[ratio for cell, ratio in ratios.items() if cell[:3] == (head_dim, causal, seqlen)] for seqlen in lengths]
-            row = " | ".join(f"{min(some):.2f} to {max(some):.2f}" for some in pairs)
-            assert f"| D {head_dim}, {'causal' if causal else 'full'} | {row} |" in page
+    for head_dim, causal in itertools.product((64, 128, 256), (False, True)):
+        pairs = [[ratio for cell, ratio in ratios.items() if cell[:3] == (head_dim, causal, seqlen)] for seqlen in lengths]
+        row = " | ".join(f"{min(some):.2f} to {max(some):.2f}" for some in pairs)
+        assert f"| D {head_dim}, {'causal' if causal else 'full'} | {row} |" in page
+
+
+def test_gradient_figures_are_those_of_the_results():
+    page, ratios, times = ratios_of_results("backward")
+    check_summary(page, ratios)
+    deterministic = {cell: place["numbaflash"] / place["numbaflash-deterministic"] for cell, place in times.items()}
+    assert f"Least {min(deterministic.values()):.2f}, median {median(deterministic.values()):.2f}" in page
+    lengths = sorted({cell[2] for cell in ratios})
+    for values, head_dim, causal in itertools.product((ratios, deterministic), (64, 128, 256), (False, True)):
+        both = [
+            [value for cell, value in values.items() if cell[:4] == (head_dim, causal, n, dtype)]
+            for n in lengths
+            for dtype in ("bfloat16", "float16")
+        ]
+        figures = [f"{value:.2f}" for (value,) in both]
+        row = " | ".join(map(" / ".join, zip(figures[::2], figures[1::2], strict=True)))
+        assert f"| D {head_dim}, {'causal' if causal else 'full'} | {row} |" in page
 
 
 def documented_workspaces():

@@ -35,6 +35,24 @@ def test_what_is_saved_is_loaded(tmp_path, suffix, dtype):
     same(files.load([tmp_path / f"x{suffix}"]), arrays(dtype))
 
 
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors", ".npy"])
+def test_options_are_loaded_by_name(tmp_path, suffix):
+    given = {
+        "mask": np.eye(5, dtype=bool),
+        "bias": np.ones(5, ml_dtypes.bfloat16),
+        "seqlens_k": np.array([5, 3]),
+        "seqlens_q": np.array([1, 5], np.int32),
+    }
+    want = arrays() | given | {"sinks": np.ones(3, np.float32), "alibi_slopes": np.ones((2, 3), np.float32)}
+    if suffix == ".npy":
+        for name, array in want.items():
+            np.save(tmp_path / f"{name}.npy", array)
+        same(files.load([tmp_path / f"{name}.npy" for name in want]), want)
+    else:
+        files.save(tmp_path / f"x{suffix}", want)
+        same(files.load([tmp_path / f"x{suffix}"]), want)
+
+
 def test_three_npy_files_in_order(tmp_path):
     want = arrays(np.float16)
     for name, array in want.items():
@@ -159,7 +177,7 @@ def test_other_dtypes(tmp_path, dtype):
 def test_safetensors_of_other_dtype(tmp_path):
     header = {name: {"dtype": "I32", "shape": [1], "data_offsets": [0, 4]} for name in "qkv"}
     write_raw(tmp_path / "x.safetensors", header, b"\0" * 4)
-    refused([tmp_path / "x.safetensors"], "q must be .*; got dtype I32")
+    refused([tmp_path / "x.safetensors"], "q must be .*; got dtype int32")
 
 
 def write_raw(path, header, data):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -23,8 +24,10 @@ from numbaflash.kernels import simt
 from numbaflash.kernels.simt import backward
 from numbaflash.kernels.simt import config as tuning
 from numbaflash.kernels.simt.backward import config as backward_tuning
+from numbaflash.kernels.simt.backward import walk
 from numbaflash.kernels.simt.tiles import copy_width, element_copy_width
 from numbaflash.problem import DTYPES, ITEMSIZE, make_problem
+from numbaflash.ptx.straight import SimulatorOps
 from numbaflash.testing import BackwardCase, Case
 
 H200 = Device("cuda", 0, (9, 0), 132, "H200")
@@ -257,6 +260,55 @@ def test_gradients_are_ordered_only_where_blocks_share_dq():
     assert not make_backward_plan(seqlen=32).config.ordered, "one block adds to each tile"
 
 
+WINDOWS = ((50, 20), (70, None), (None, 9), (33, 0), (0, 20), (1, None), (None, 1))
+BANDS = ({}, {"causal": True}, {"causal": "top_left"}, *({"window": window} for window in WINDOWS))
+
+
+@pytest.mark.parametrize("options", BANDS, ids=str)
+@pytest.mark.parametrize(("q_tile", "kv_tile"), [(128, 128), (64, 128), (32, 64), (64, 32)])
+def test_deterministic_steps_and_turns(monkeypatch, options, q_tile, kv_tile):
+    """Each block comes to the tiles of queries that see its keys, in turn, and never sooner than a block before it that starts with it."""
+    monkeypatch.setattr(walk, "straight_line", lambda result, argtypes, body: functools.partial(body, SimulatorOps))
+    for seqlen_q, seqlen_k in ((1, 200), (256, 256), (200, 330), (330, 200), (129, 511), (640, 257)):
+        plan = make_backward_plan(seqlen=max(seqlen_q, seqlen_k), heads=6, **options)
+        problem = make_problem((2, seqlen_q, 6, 64), *[(2, seqlen_k, 2, 64)] * 2, ("float32",) * 3, **options)
+        config = replace(plan.config, q_tile=q_tile, kv_tile=kv_tile, ordered=True)
+        assert config.walks_down == bool(options)
+        for column, defined in enumerate(simulator_cases.defined_steps(problem, q_tile, kv_tile)):
+            soonest = {}
+            for n, steps in itertools.groupby(defined, key=lambda step: step[0]):
+                steps = list(steps)
+                found = list(itertools.islice(walked(config, problem, column, n, *bounds_of(steps, problem, config)), len(steps) + 1))
+                assert found == steps
+                for at, (_, _, number) in enumerate(steps):
+                    assert at >= soonest.get(number, 0), "the blocks before have been here"
+                    soonest[number] = at
+
+
+def bounds_of(steps, problem, config):
+    """First of the tiles of queries that a block comes to, and one past the last."""
+    blocks = [number % -(-problem.seqlen_q // config.q_tile) for _, _, number in steps]
+    return min(blocks), max(blocks) + 1
+
+
+def walked(config, problem, column, n, first, stop):
+    """Steps of a block as the kernel makes them, between the bounds; as `simulator_cases.defined_steps`."""
+    q_tiles, group = -(-problem.seqlen_q // config.q_tile), problem.group
+    batch, kv_head = divmod(column, problem.kv_heads)
+    step_up, step_down, turn = walk.step_up(config), walk.step_down(config), walk.turn(config)
+    band_first, band_last = (0 if bound is None else problem.offset + sign * bound for sign, bound in ((-1, problem.left), (1, problem.right)))
+    head, stop_head, before = kv_head * group, (kv_head + 1) * group, batch * problem.heads
+    block = stop - 1 if config.walks_down else first
+    while head < stop_head:
+        number, first_q = (before + head) * q_tiles + block, block * config.q_tile
+        yield n, int(turn(*map(np.int32, (n, first_q, band_first)))), number
+        if config.walks_down:
+            following = step_down(*map(np.int32, (number, first_q, q_tiles, before, stop_head, group, n * config.kv_tile, band_last)))
+        else:
+            following = step_up(*map(np.int32, (head, block, first, stop)))
+        head, block = map(int, following)
+
+
 def test_supports_gradients():
     problem = make_plan().problem
     assert backward.supports(problem, H200) == ()
@@ -403,6 +455,7 @@ BACKWARD_COMPILED = {
     "D 128": make_backward_plan(head_dim=128, deterministic=False),
     "D 128, causal": make_backward_plan(head_dim=128, causal=True),
     "D 128, band, any strides": make_backward_plan(head_dim=128, window=(100, 0), aligned=False),
+    "D 128, band, short": make_backward_plan(head_dim=128, window=(100, 0), seqlen=1100),
     "D 256, band": make_backward_plan(head_dim=256, window=(100, 0)),
     "D 80, D v 200, band": make_backward_plan(head_dim=80, head_dim_v=200, window=(100, 0)),
     "D 96, causal, dk and dv": make_backward_plan(head_dim=96, causal=True, needs="kv"),
@@ -516,9 +569,10 @@ def simulator():
 
 DRAWN = ("drawn by Hypothesis", "options drawn by Hypothesis")
 BACKWARD_NAMES = [f"backward: {name}" for name in (*simulator_cases.backward_cases(), *DRAWN)]
+TURN_NAMES = [f"turns: {name}" for name in simulator_cases.turn_cases()]
 
 
-@pytest.mark.parametrize("name", [*simulator_cases.cases(), *DRAWN, *BACKWARD_NAMES])
+@pytest.mark.parametrize("name", [*simulator_cases.cases(), *DRAWN, *BACKWARD_NAMES, *TURN_NAMES])
 def test_simulator(simulator, name):
     results, done = simulator
     assert name in results, done.stderr[-4000:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import importlib
 import json
 import logging
 import math
@@ -710,6 +711,13 @@ def test_folder_that_cannot_be_made(tmp_path, monkeypatch, caplog):
     check_memory_only(caplog)
 
 
+@pytest.fixture
+def numba_loaded():
+    """Numba is imported: what a test breaks next does not break that import, and with it every later test of the process."""
+    importlib.import_module("numba.cuda")
+
+
+@pytest.mark.usefixtures("numba_loaded")
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
 def test_disk_full_or_read_only(number, monkeypatch, cache_folder, caplog):
     def refuse(*arguments, **options):
@@ -721,6 +729,7 @@ def test_disk_full_or_read_only(number, monkeypatch, cache_folder, caplog):
     assert list(cache_folder.iterdir()) == []
 
 
+@pytest.mark.usefixtures("numba_loaded")
 def test_disk_full_while_writing(monkeypatch, cache_folder, caplog):
     def refuse(*arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -1065,13 +1074,13 @@ def entry_of(kinds, **changes):
 EVERYTHING_KINDS = ["map", "u64"] + ["u64"] * 9 + ["u64"] * 7 + ["u64", "u32", "u32", "u64", "u64", "f32", "f64"]
 
 
-def prepare_everything(fake, *, grid=(3, 2, 1), shared_bytes=1024, ptx=None, parameters=None, threads=16, config=None):
+def prepare_everything(fake, *, grid=(3, 2, 1), shared_bytes=1024, ptx=None, parameters=None, threads=16, config=None, operands=dispatch.OPERANDS):
     request = request_of(build_everything, config or EverythingConfig())
     ptx = ptx or entry_of(EVERYTHING_KINDS)
     compiler.adopt(request, ptx)
     fake.sizes = compiler.parameter_sizes(ptx)
     parameters = everything_parameters() if parameters is None else parameters
-    return toolchain.prepare(request, parameters, grid=grid, threads=threads, shared_bytes=shared_bytes, device=0)
+    return toolchain.prepare(request, parameters, grid=grid, threads=threads, shared_bytes=shared_bytes, device=0, operands=operands)
 
 
 ADDRESSES = {"q": 0x7F0000000100, "k": 0x7F0000000201, "v": 0x7F0000000302, "out": 0x7F0000000404, "lse": 0}
@@ -1098,6 +1107,16 @@ def test_launch_byte_for_byte(fake):
     assert encoded == (7, (16, 1), (64,), (16, 1), (1, 1), (0, 0, 3, 0))
     assert fake.capture_modes == [2, 0] * 2, "loading and setting attributes are allowed during a capture, and the mode is put back"
     assert fake.stack() == []
+
+
+@pytest.mark.parametrize("more", [0, 3, 4, 11, 12, 40])
+def test_any_number_of_operands(fake, more):
+    """Their addresses do not run into the tensor maps and parameters that come after them."""
+    launch = prepare_everything(fake, operands=(*dispatch.OPERANDS, *(f"more{n}" for n in range(more))))
+    for first in (0x11, 0x22):
+        launch((*ADDRESSES.values(), *range(first, first + more)), 0)
+        assert fake.launches[-1][2] == expected_values(ADDRESSES)
+    assert launch._free[0].words[8 + len(dispatch.OPERANDS) : 8 + len(dispatch.OPERANDS) + more].tolist() == list(range(first, first + more))
 
 
 def test_tensor_maps_follow_addresses_only_when_they_change(fake):

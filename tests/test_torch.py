@@ -722,6 +722,7 @@ def test_sdpa_signature():
     [
         (ValueError, r"dropout_p must be at least 0 and below 1; got -0\.1", {"dropout_p": -0.1}),
         (ValueError, r"dropout_p must be at least 0 and below 1; got 1\.5", {"dropout_p": 1.5}),
+        (TypeError, "dropout_p must be a real number; got None", {"dropout_p": None}),
         (TypeError, "key must be a torch tensor; got NoneType", {"key": None}),
         (ValueError, r"query must have at least 2 axes \(\.\.\., seqlen, head_dim\); got shape \(8,\)", {"query": torch.zeros(8)}),
         (ValueError, r"key must have the same head_dim \(the last axis\) as query; got 9, expected 8", {"key": torch.zeros(2, 4, 7, 9)}),

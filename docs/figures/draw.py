@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from numbaflash import reference
 from numbaflash.problem import make_problem
 from numbaflash.reference import visible
 
@@ -221,7 +222,134 @@ def _turns(svg, x0, top, tile, blocks):
     svg.text(left, top + rows * tile + 42, "waits at the first block, and later for tiles that are ahead.", 13, SOFT)
 
 
-FIGURES = {"tiling": tiling, "band": band, "backward": backward}
+N = 10  # queries and keys of the figures of options
+SHADES = 32
+DROPPED = "#ffffff"
+
+
+def weights_of(entry=0, causal=False, seed=0, **options):
+    """(weights, seen), each (N, N): those of one head on a fixed q and k, by the reference. ``options`` as `numbaflash.forward` takes them.
+
+    With the unit matrix for v the result of attention is its weights.
+    """
+    rng = np.random.default_rng(4)
+    q, k = rng.standard_normal((2, 2, N, 1, 4))
+    v = np.broadcast_to(np.eye(N)[:, None], (2, N, 1, N))
+    arrays = {name: np.asarray(x) for name, x in options.items() if name not in ("softcap", "dropout", "scale")}
+    numbers = {name: x for name, x in options.items() if name not in arrays}
+    described = {name: (x.shape, x.dtype.name) for name, x in arrays.items()}
+    problem = make_problem(q.shape, k.shape, v.shape, ("float32",) * 3, causal=causal, **numbers, **described)
+    out, _ = reference.forward(problem, q, k, v, seed=seed, **arrays)
+    return out[entry, :, 0], visible(problem, entry, 0, **arrays)
+
+
+def _shade(weight):
+    """From pale to dark with the root of the weight, so that small ones differ, too."""
+    part = round(math.sqrt(min(max(weight, 0.0), 1.0)) * SHADES) / SHADES
+    pale, dark = (226, 236, 248), (15, 62, 110)
+    return "#" + "".join(f"{round(a + (b - a) * part):02x}" for a, b in zip(pale, dark, strict=True))
+
+
+def _weights(svg, x, y, title, words, weights, seen, dropped=None, sink=False):
+    """One matrix of weights: queries downwards, keys to the right; before them, where there is a sink, what it takes."""
+    cell = 18
+    svg.text(x, y, title, 13, weight="bold")
+    svg.text(x, y + 18, words, 12, SOFT)
+    top = y + 30
+    for i in range(N):
+        for j in range(N):
+            fill = SKIPPED if not seen[i, j] else DROPPED if dropped is not None and dropped[i, j] else _shade(weights[i, j])
+            svg.rect(x + j * cell + sink * 24, top + i * cell, cell - 2, cell - 2, fill, LINE if fill == DROPPED else "none")
+        if sink:
+            svg.rect(x, top + i * cell, cell - 2, cell - 2, _shade(1 - weights[i].sum()), BORDER, 1.5)
+
+
+def _option(*panels):
+    """Matrices side by side, and what the colours mean."""
+    step = 250
+    svg = Svg(step * len(panels) + 20, 274)
+    for n, panel in enumerate(panels):
+        _weights(svg, 20 + n * step, 24, *panel)
+    svg.rect(20, 246, 13, 13, SKIPPED, "none")
+    svg.text(39, 257, "not seen", 12, SOFT)
+    for n in range(9):
+        svg.rect(110 + n * 13, 246, 13, 13, _shade((n / 8) ** 2), "none", radius=0)
+    svg.text(236, 257, "weight from 0 to 1", 12, SOFT)
+    return svg
+
+
+CAUSAL = ("causal", f"{N} queries, {N} keys")
+
+
+def mask() -> Svg:
+    """Documents packed into one row, and any other mask, both with causal."""
+    document = np.array([0, 0, 0, 0, 1, 1, 1, 2, 2, 2])
+    holes = np.random.default_rng(1).random((N, N)) < 0.6
+    return _option(
+        (*CAUSAL, *weights_of(causal=True)),
+        ("and a mask of documents", "a query sees its own document", *weights_of(causal=True, mask=document[:, None] == document)),
+        ("and any other mask", "bool, True where a query may see a key", *weights_of(causal=True, mask=holes)),
+    )
+
+
+def bias() -> Svg:
+    """A table of relative positions."""
+    away = np.arange(N) - np.arange(N)[:, None]
+    near = np.where(np.abs(away) <= 1, 3.0, 0.0).astype(np.float32)
+    key = np.where(np.arange(N) == 3, 4.0, 0.0).astype(np.float32)
+    return _option(
+        ("no bias", f"{N} queries, {N} keys", *weights_of()),
+        ("3 on the three middle diagonals", "bias of shape (10, 10)", *weights_of(bias=near)),
+        ("4 for key 3 alone", "bias of shape (10,)", *weights_of(bias=key)),
+    )
+
+
+def alibi() -> Svg:
+    """Three slopes."""
+    slopes = (0.0, 0.5, 2.0)
+    return _option(*((f"slope {m:g}", "causal", *weights_of(causal=True, alibi_slopes=np.array([m], np.float32))) for m in slopes))
+
+
+def softcap() -> Svg:
+    """Scores that are large, uncapped and capped."""
+    return _option(
+        ("no softcap", "scores with a scale of 3", *weights_of(scale=3.0)),
+        ("softcap 5", "no score beyond 5", *weights_of(scale=3.0, softcap=5.0)),
+        ("softcap 1", "no score beyond 1", *weights_of(scale=3.0, softcap=1.0)),
+    )
+
+
+def dropout() -> Svg:
+    """The same call with two seeds: dropped weights are white, kept ones grow."""
+    plain, seen = weights_of(causal=True)
+    panels = [(*CAUSAL, plain, seen)]
+    for seed in (1, 2):
+        weights, _ = weights_of(causal=True, dropout=0.3, seed=seed)
+        panels.append((f"dropout=0.3, seed={seed}", "white: dropped; the others / 0.7", weights, seen, (weights == 0) & seen))
+    return _option(*panels)
+
+
+def sinks() -> Svg:
+    """What a sink takes from the keys, row by row."""
+    panels = [(*CAUSAL, *weights_of(causal=True))]
+    for sink in (0.0, 2.0):
+        panels.append(
+            (f"sink {sink:g}", "first column: what the sink takes", *weights_of(causal=True, sinks=np.array([sink], np.float32)), None, True)
+        )
+    return _option(*panels)
+
+
+def padded() -> Svg:
+    """Two batch entries of other lengths, causal aligned by them."""
+    queries, keys = np.array([10, 4]), np.array([10, 7])
+    return _option(
+        ("entry 0: 10 queries, 10 keys", "causal", *weights_of(0, True, seqlens_q=queries, seqlens_k=keys)),
+        ("entry 1: 4 queries, 7 keys", "the last query sees the last key", *weights_of(1, True, seqlens_q=queries, seqlens_k=keys)),
+    )
+
+
+FIGURES = {"tiling": tiling, "band": band, "backward": backward, "mask": mask, "bias": bias, "alibi": alibi, "softcap": softcap}
+FIGURES |= {"dropout": dropout, "sinks": sinks, "padded": padded}
 
 if __name__ == "__main__":
     for name, draw in FIGURES.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import traceback
 
@@ -41,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv=None) -> int:
     """Run one command and return its exit status."""
-    arguments = parser().parse_args(argv)
+    arguments = parser().parse_args(_joined(sys.argv[1:] if argv is None else argv))
     try:
         status = arguments.run(arguments)
         sys.stdout.flush()
@@ -58,6 +59,17 @@ def main(argv=None) -> int:
         else:
             print(f"numbaflash: error: {one_line(error)}", file=sys.stderr)
         return 2
+
+
+def _joined(argv) -> list[str]:
+    """``--window -1,0`` as ``--window=-1,0``: argparse takes what begins with a minus, and is no plain number, for an option."""
+    joined = []
+    for word in argv:
+        if joined and re.fullmatch(r"--[a-z-]+", joined[-1]) and re.match(r"-[\d.]", word):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def one_line(error: BaseException) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from . import options
-from .errors import reported
+from .errors import CommandError, reported
 
 
 def add_parser(commands) -> argparse.ArgumentParser:
@@ -16,23 +16,34 @@ def add_parser(commands) -> argparse.ArgumentParser:
     )
     options.add_shape(parser, seqlen=4096, heads=16, head_dim=128)
     options.add_attention(parser)
+    options.add_arrays(parser)
     options.add_choice(parser, device="cpu", device_help="cpu, cuda:INDEX, or an architecture such as sm_90", dtype="float32")
     parser.add_argument("--lse", action="store_true", help="plan for a call that also returns lse")
+    parser.add_argument("--backward", action="store_true", help="plan the gradients of q, k and v")
+    parser.add_argument("--deterministic", action="store_true", help="with --backward: the same bits each time")
     return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ..dispatch import make_plan, use_family
+    from ..dispatch import make_backward_plan, make_plan, use_family
     from ..explanation import explain_plan
-    from ..problem import make_problem
-    from ..support import contiguous_layouts
+    from ..problem import check_seed, make_problem
+    from ..support import contiguous_backward_layouts, contiguous_layouts
     from .devices import planned_device
 
+    if arguments.deterministic and not arguments.backward:
+        raise CommandError("--deterministic is for gradients, add --backward; the forward gives the same bits each time")
     with reported(), use_family(arguments.family):
-        problem = make_problem(*options.shapes(arguments), (arguments.dtype,) * 3, **options.attention(arguments))
-        if problem.is_empty:
-            print("nothing to compute: the result has no element")
+        check_seed(arguments.seed or 0, 0)
+        given = options.attention(arguments) | options.arrays(arguments)
+        problem = make_problem(*options.shapes(arguments), (arguments.dtype,) * 3, **given)
+        if problem.sees_nothing if arguments.backward else problem.is_empty:
+            print("nothing to compute: " + ("the result has no element" if problem.is_empty else "no query sees a key, so every gradient is 0"))
             return 0
         device = planned_device(arguments.device)
-        print(explain_plan(make_plan(problem, contiguous_layouts(problem, lse=arguments.lse), device)))
+        if arguments.backward:
+            plan = make_backward_plan(problem, contiguous_backward_layouts(problem), device, arguments.deterministic)
+        else:
+            plan = make_plan(problem, contiguous_layouts(problem, lse=arguments.lse), device)
+        print(explain_plan(plan))
     return 0

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..dispatch import FAMILIES
-from ..problem import DTYPES
+from ..problem import DTYPES, FEATURES
 from .errors import CommandError, reported
 
 
@@ -26,9 +26,15 @@ def add_parser(commands) -> argparse.ArgumentParser:
     parser.add_argument("--device", type=int, default=0, metavar="INDEX", help="CUDA device (default: %(default)s)")
     search = parser.add_argument_group("search")
     search.add_argument("--direction", choices=("forward", "backward", "both"), help="attention, its gradients, or both (default: forward)")
-    search.add_argument("--seed", type=int, help="repeat a search (default: drawn and printed)")
+    search.add_argument("--seed", type=int, help="of the search, to repeat it (default: drawn and printed)")
     search.add_argument("--dtype", action="append", choices=DTYPES, help="only this element type; may be given several times")
     search.add_argument("--head-dim", action="append", type=int, help="only this head dim; may be given several times")
+    search.add_argument(
+        "--option",
+        action="append",
+        choices=("all", *FEATURES),
+        help="about half of the cases have this option; may be given several times (default: none of them)",
+    )
     search.add_argument("--max-seqlen", type=int, help="longest sequence (default: 400)")
     search.add_argument("--failure", metavar="FILE", help="where a failing case goes (default: numbaflash-fuzz.json)")
     parser.add_argument("--replay", metavar="FILE", help="run the case in FILE again instead of searching")
@@ -49,6 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
         if getattr(arguments, option) is not None
     }
+    if arguments.option is not None:
+        chosen["options"] = FEATURES if "all" in arguments.option else tuple(arguments.option)
     with reported():
         from .. import testing
 

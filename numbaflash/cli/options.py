@@ -6,11 +6,11 @@ import argparse
 import re
 
 from ..dispatch import FAMILIES
-from ..problem import DTYPES
+from ..problem import DTYPES, LENGTH_DTYPES
 
 
 def add_attention(parser: argparse.ArgumentParser) -> None:
-    """--causal, --top-left, --window, --scale."""
+    """--causal, --top-left, --window, --scale, --softcap, --dropout, --seed."""
     group = parser.add_argument_group("attention")
     group.add_argument("--causal", action="store_true", help="query i sees key j where j <= i + seqlen_k - seqlen_q (aligned at the bottom right)")
     group.add_argument("--top-left", action="store_true", help="causal, aligned at the top left: query i sees key j where j <= i")
@@ -21,11 +21,48 @@ def add_attention(parser: argparse.ArgumentParser) -> None:
         help='keys seen to the left and to the right, inclusive; "none" is unbounded, for example 128,0 or 128,none',
     )
     group.add_argument("--scale", type=float, help="factor of the scores (default: 1/sqrt(head_dim))")
+    group.add_argument("--softcap", type=float, help="scores become SOFTCAP * tanh(score / SOFTCAP) (default: no cap)")
+    group.add_argument("--dropout", type=float, default=0.0, metavar="P", help="probability that a weight is dropped, below 1 (default: %(default)s)")
+    group.add_argument("--seed", type=int, help="of the dropout mask, needed with --dropout: the same seed drops the same weights")
 
 
 def attention(arguments: argparse.Namespace) -> dict:
-    """Keyword arguments of `numbaflash.forward`."""
-    return {"scale": arguments.scale, "causal": "top_left" if arguments.top_left else arguments.causal, "window": arguments.window}
+    """Keyword arguments of `numbaflash.forward` that are numbers, but for the seed."""
+    causal = "top_left" if arguments.top_left else arguments.causal
+    return {name: getattr(arguments, name) for name in ("scale", "window", "softcap", "dropout")} | {"causal": causal}
+
+
+def add_arrays(parser: argparse.ArgumentParser) -> None:
+    """--mask, --bias, --alibi-slopes, --sinks, --seqlens-q, --seqlens-k: which arrays there are, without their values."""
+    group = parser.add_argument_group("arrays beyond q, k and v")
+    broadcast = "of up to 4 axes that broadcast to batch,heads,seqlen_q,seqlen_k (without a SHAPE: seqlen_q,seqlen_k"
+    group.add_argument("--mask", type=shape, nargs="?", const=(), metavar="SHAPE", help=f"bool, {broadcast})")
+    group.add_argument(
+        "--bias", type=_shape_and_dtype, nargs="?", const=((), None), metavar="SHAPE[:DTYPE]", help=f"{broadcast}; without a DTYPE: that of q)"
+    )
+    group.add_argument("--alibi-slopes", action="store_true", help="a slope a head")
+    group.add_argument("--sinks", action="store_true", help="a sink a head")
+    for name, what in (("q", "queries"), ("k", "keys")):
+        group.add_argument(f"--seqlens-{name}", choices=LENGTH_DTYPES, nargs="?", const="int32", help=f"lengths of {what} in a padded batch")
+
+
+def arrays(arguments: argparse.Namespace) -> dict:
+    """(shape, dtype) of each array of `add_arrays` that there is, as `numbaflash.problem.make_problem` takes them."""
+    (batch, seqlen_q, heads, _), (_, seqlen_k, _, _), _ = shapes(arguments)
+    found = {}
+    if arguments.mask is not None:
+        found["mask"] = (arguments.mask or (seqlen_q, seqlen_k), "bool")
+    if arguments.bias is not None:
+        sizes, dtype = arguments.bias
+        found["bias"] = (sizes or (seqlen_q, seqlen_k), dtype or arguments.dtype)
+    if arguments.alibi_slopes:
+        found["alibi_slopes"] = ((heads,), "float32")
+    if arguments.sinks:
+        found["sinks"] = ((heads,), "float64" if arguments.dtype == "float64" else "float32")
+    for name in ("seqlens_q", "seqlens_k"):
+        if getattr(arguments, name) is not None:
+            found[name] = ((batch,), getattr(arguments, name))
+    return found
 
 
 def add_choice(parser: argparse.ArgumentParser, *, device: str, device_help: str, dtype: str | None = None) -> None:
@@ -71,6 +108,19 @@ def window(text: str) -> tuple[int | None, int | None]:
     except ValueError:
         raise argparse.ArgumentTypeError(f'must be LEFT,RIGHT, each an integer or "none"; got {text!r}') from None
     return left, right
+
+
+def shape(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text):
+        raise argparse.ArgumentTypeError(f"must be a shape such as 1024,1024 or 8,1,1,1024; got {text!r}")
+    return tuple(map(int, text.split(",")))
+
+
+def _shape_and_dtype(text: str) -> tuple[tuple[int, ...], str | None]:
+    sizes, _, dtype = text.partition(":")
+    if dtype and dtype not in DTYPES:
+        raise argparse.ArgumentTypeError(f"must have a dtype of {', '.join(DTYPES)} after the colon; got {dtype!r}")
+    return shape(sizes), dtype or None
 
 
 def device_name(text: str) -> str:

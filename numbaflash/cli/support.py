@@ -6,11 +6,11 @@ import argparse
 
 
 def add_parser(commands) -> argparse.ArgumentParser:
-    return commands.add_parser("support", help="table of what each kernel family can compute, as in README.md")
+    return commands.add_parser("support", help="tables of what each kernel family can compute, as in README.md")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ..support import markdown
+    from ..support import features_markdown, markdown
 
-    print(markdown())
+    print(markdown(), features_markdown(), sep="\n\n")
     return 0

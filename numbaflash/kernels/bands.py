@@ -111,28 +111,41 @@ class KeyBand:
     left: bool
     right: bool
 
-    def of_tile(self):
-        """``f(tile, bounds) -> (first, plain_first, plain_end, end)``: blocks that see a key of the tile; from the plain ones every query sees
-        every key. A tile that reaches past the last key has no plain blocks."""
+    def _blocks(self, ops, tile, bounds):
+        """(first, plain_first, plain_end, end): blocks that see a key of the tile; from the plain ones every query sees every key.
 
-        def body(ops, tile, bounds):
-            seqlen_q, seqlen_k, offset, left, right = bounds
-            key = tile * self.kv_tile
-            last_key = key + (self.kv_tile - 1)
-            first, end = ops.integer(0), (seqlen_q + (self.q_block - 1)) // self.q_block
-            if self.right:
-                first = ops.maximum(ops.minimum((key - offset - right) // self.q_block, end), 0)
-            if self.left:
-                end = ops.maximum(ops.minimum((ops.minimum(last_key, seqlen_k - 1) - offset + left) // self.q_block + 1, end), first)
-            plain_first, plain_end = first, end
-            if self.right:
-                plain_first = ops.maximum(ops.minimum((last_key - offset - right + (self.q_block - 1)) // self.q_block, end), first)
-            if self.left:
-                plain_end = ops.maximum(ops.minimum((key - offset + left + 1) // self.q_block, end), plain_first)
-            whole = last_key < seqlen_k
-            return [first, ops.select(whole, plain_first, end), ops.select(whole, plain_end, end), end]
+        A tile that reaches past the last key has no plain blocks.
+        """
+        seqlen_q, seqlen_k, offset, left, right = bounds
+        key = tile * self.kv_tile
+        last_key = key + (self.kv_tile - 1)
+        first, end = ops.integer(0), (seqlen_q + (self.q_block - 1)) // self.q_block
+        if self.right:
+            first = ops.maximum(ops.minimum((key - offset - right) // self.q_block, end), 0)
+        if self.left:
+            end = ops.maximum(ops.minimum((ops.minimum(last_key, seqlen_k - 1) - offset + left) // self.q_block + 1, end), first)
+        plain_first, plain_end = first, end
+        if self.right:
+            plain_first = ops.maximum(ops.minimum((last_key - offset - right + (self.q_block - 1)) // self.q_block, end), first)
+        if self.left:
+            plain_end = ops.maximum(ops.minimum((key - offset + left + 1) // self.q_block, end), plain_first)
+        whole = last_key < seqlen_k
+        return first, ops.select(whole, plain_first, end), ops.select(whole, plain_end, end), end
 
-        return straight_line(UniTuple(int32, 4), (int32, BOUNDS), body)
+    def walk(self):
+        """``f(tile, group, step, bounds) -> (block, plain, border, end)``: how a tile steps through the blocks that see it.
+
+        From the first block to the last where ``step`` is 1, from the last to the first where it is -1. Each block is ``group`` steps, one a
+        query head. ``block`` is that of the first step; steps from ``plain`` to ``border`` are plain, ``end`` is their number.
+        """
+
+        def body(ops, tile, group, step, bounds):
+            first, plain_first, plain_end, end = self._blocks(ops, tile, bounds)
+            up = step > 0
+            plain, border = ops.select(up, plain_first - first, end - plain_end), ops.select(up, plain_end - first, end - plain_first)
+            return [ops.select(up, first, end - 1), plain * group, border * group, (end - first) * group]
+
+        return straight_line(UniTuple(int32, 4), (int32, int32, int32, BOUNDS), body)
 
     def turn(self, last_first):
         """``f(tile, block, bounds, tiles)``: tiles that see the block before this one does, in the order of keys or the last ones first."""

@@ -39,3 +39,24 @@ def split_head(ops, column, heads, group):
 
 
 heads_of = straight_line(UniTuple(int32, 3), (int32,) * 3, split_head)
+
+
+def member_after(ops, block, member, group, step):
+    """(block, member of the group) after one of a walk: each block for each head that shares the keys, ``step`` blocks on."""
+    last = member + 1 == group
+    return [ops.select(last, block + step, block), ops.select(last, ops.integer(0), member + 1)]
+
+
+next_of_walk = straight_line(UniTuple(int32, 2), (int32,) * 4, member_after)
+
+
+def walk_step(ops, turn):
+    """Direction of a persistent block's walk: down through the blocks of queries in even turns, up in odd ones.
+
+    Tiles of a head that run at the same time then read the same blocks at the same time, although a causal mask makes them unlike: all begin
+    at the last block, and where one is longer in an even turn, it is as much shorter in the odd one (`snake`), which ends at the last block.
+    """
+    return 2 * (turn & 1) - 1
+
+
+walk_step_of_turn = straight_line(int32, (int32,), walk_step)

@@ -51,6 +51,15 @@ def start(phase):
     return make_intrinsic(PLACE, (), lambda builder, args, llvm: ir.Constant(llvm, [_constant(0), _constant(phase)]))
 
 
+def _turned(builder, args, llvm_result):
+    stage, phase = unpack(builder, args[0], 2)
+    return pack(builder, llvm_result, [stage, builder.xor(phase, _constant(1))])
+
+
+turned = make_intrinsic(PLACE, (PLACE,), _turned)
+"""``turned(place)``: the same stage a round before. Whoever fills a stage waits there until it has been emptied."""
+
+
 def advance(stages):
     """``advance(place)``: the next place in a ring of so many stages."""
 

@@ -12,21 +12,24 @@ from . import pipeline
 from .inline import I32, U32, U64, VOID, emit, instruction, llvm_i32, make_intrinsic
 
 
-def load_panels(rank, panels, panel_bytes, rows=1, stage_bytes=None):
+def load_panels(rank, panels, panel_bytes, rows=1, stage_bytes=None, arrives=True):
     """``load(stages, place, map, ring, row, coordinates...)`` of a tile into a stage of a ring, as panels of 64 columns.
 
     ``row`` counts tiles of so many ``rows``, along the axis that the first coordinate belongs to; the other coordinates are those of the axes
-    after it. Stages are as large as the tile, or ``stage_bytes``. Arrives at the barrier of the place in the ring and lets it wait for the bytes.
+    after it. Stages are as large as the tile, or ``stage_bytes``. Lets the barrier of the place in the ring wait for the bytes, and arrives
+    there, unless another load of the same place, later, does that.
     """
     names = ", ".join(f"${3 + i}" for i in range(rank))
+    stage_bytes = panels * panel_bytes if stage_bytes is None else stage_bytes
+    expect = "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;" if arrives else "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [$0], $1;"
     text = f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1, {{{names}}}], [$2];"
 
     def generate(builder, args, _):
         stages, place, tensor, ring, row, *coordinates = args
-        barrier, shared = pipeline.barrier_at(builder, ring, place), pipeline.slot_at(builder, stages, place, stage_bytes or panels * panel_bytes)
+        barrier, shared = pipeline.barrier_at(builder, ring, place), pipeline.slot_at(builder, stages, place, stage_bytes)
         coordinates = [builder.mul(row, ir.Constant(llvm_i32, rows)), *coordinates]
         expected = ir.Constant(llvm_i32, panels * panel_bytes)
-        emit(builder, ir.VoidType(), [barrier, expected], "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", "r,r,~{memory}")
+        emit(builder, ir.VoidType(), [barrier, expected], expect, "r,r,~{memory}")
         for panel in range(panels):
             at = builder.add(shared, ir.Constant(llvm_i32, panel * panel_bytes))
             values = [at, tensor, barrier, ir.Constant(llvm_i32, 64 * panel), *coordinates]

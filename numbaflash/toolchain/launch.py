@@ -185,11 +185,10 @@ def _lower(parameters, operands):
             raise TypeError(f"a parameter must be a TensorMap, Pointer, Array or Scalar; got {parameter!r}")
 
 
-# A block starts with 24 words: a CUlaunchConfig (7 words), the current context, the operands' addresses (at most 16).
+# A block starts with words: a CUlaunchConfig (7 of them), the current context, the operands' addresses. Tensor maps, aligned, come next.
 _STREAM = 4
 _CONTEXT = 7
 _ADDRESSES = 8
-_HEAD_BYTES = 192
 _CONFIG_FORMAT = "=8I3Q"  # grid, threads, shared memory, padding; stream, attributes, number of attributes
 
 
@@ -201,7 +200,8 @@ class _Block:
     def __init__(self, launch):
         lowered = launch.lowered
         count = sum(kind == "map" for kind, _ in lowered)
-        array = _HEAD_BYTES + count * _MAP_BYTES
+        head = -(-8 * (_ADDRESSES + len(launch.operands)) // 64) * 64
+        array = head + count * _MAP_BYTES
         shifted = array + 8 * len(lowered)
         size = shifted + 8 * len(lowered)
         self.memory = ctypes.create_string_buffer(size + 64)
@@ -219,7 +219,7 @@ class _Block:
         self.maps, self.shifted = [], []
         for i, (kind, value) in enumerate(lowered):
             if kind == "map":
-                at = base + _HEAD_BYTES + _MAP_BYTES * len(self.maps)
+                at = base + head + _MAP_BYTES * len(self.maps)
                 self.maps.append([launch.operands.index(value.operand), at, None, value])
             elif kind == "address":
                 operand, offset = value

@@ -183,10 +183,11 @@ def _plan(problem, on) -> Plan:
 
 
 def warm_plans(plans: Iterable[Plan], *, workers: int | None = None, load: bool = True) -> WarmupReport:
-    """Build and load what plans need. Where there is no kernel to request, the family is asked to ``prepare`` the plan here."""
+    """Build and load what plans need. Kernels that are not requested are built here, by the family's ``build_kernels`` or else ``prepare``."""
     start = time.perf_counter()
     wanted: dict[KernelRequest, Plan] = {}
-    prepared, failed, loads, count = [], {}, {}, 0
+    here: dict[str, bool] = {}  # what was built without a request, and whether it was there already
+    failed, loads, count = {}, {}, 0
     for plan in plans:
         count += 1
         family = dispatch.family(plan.family, plan.direction)
@@ -195,8 +196,11 @@ def warm_plans(plans: Iterable[Plan], *, workers: int | None = None, load: bool 
             try:
                 if plan.device.kind == "cuda" and not load:
                     raise CompileError(f"family {plan.family} cannot build a kernel without loading it; use load=True")
-                family.prepare(plan)
-                prepared.append(label)
+                if hasattr(family, "build_kernels"):
+                    here = family.build_kernels(plan) | here
+                else:
+                    family.prepare(plan)
+                    here[label] = False
             except Exception as error:
                 failed[label] = f"{type(error).__name__}: {error}"
             continue
@@ -215,8 +219,9 @@ def warm_plans(plans: Iterable[Plan], *, workers: int | None = None, load: bool 
                     loaded += 1
                 except Exception as error:
                     failed[f"{request}; {_describe(wanted[request])}; device {index}"] = f"{type(error).__name__}: {error}"
-    built = tuple(prepared) + tuple(map(str, report.built))
-    result = WarmupReport(count, built, tuple(map(str, report.cached)), loaded, failed, time.perf_counter() - start)
+    built = (*(name for name, was_there in here.items() if not was_there), *map(str, report.built))
+    cached = (*(name for name, was_there in here.items() if was_there), *map(str, report.cached))
+    result = WarmupReport(count, built, cached, loaded, failed, time.perf_counter() - start)
     logger.info("warmup: %s", result)
     if failed:
         raise WarmupError(result)

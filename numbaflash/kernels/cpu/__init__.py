@@ -12,7 +12,7 @@ import numba
 from ...dispatch import Device, Layouts, Plan, missing
 from ...problem import OPTIONS, Problem
 
-__all__ = ["FEATURES", "plan", "prepare", "resources", "supports"]
+__all__ = ["FEATURES", "build_kernels", "plan", "prepare", "resources", "supports"]
 
 FEATURES = frozenset(("softcap", *OPTIONS, "dropout"))
 """`Problem.features` that the kernels have, of both directions."""
@@ -39,6 +39,13 @@ def prepare(plan: Plan):
     from . import launch
 
     return launch.prepare(plan)
+
+
+def build_kernels(plan: Plan) -> dict[str, bool]:
+    """Compile what a plan needs, or fetch it from the cache; by name, whether it was there already."""
+    from . import launch
+
+    return launch.build_kernels(plan)
 
 
 def resources(plan: Plan) -> dict:

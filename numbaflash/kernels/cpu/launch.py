@@ -82,6 +82,21 @@ def compiled(kernel: Kernel):
         return _compile_driver(), _compile_kernel(kernel)
 
 
+def build_kernels(plan) -> dict[str, bool]:
+    """Compile what a plan needs, or fetch it; by name, whether it was there already."""
+    kernel = plan.config.kernel
+    with compiling():
+        return {"CPU driver": was_there(_compile_driver), f"CPU kernel {kernel}": was_there(_compile_kernel, kernel)}
+
+
+def was_there(compile_once, *options) -> bool:
+    """Call a cached function that compiles; whether nothing had to be compiled, since it lay in the disk cache or was called before."""
+    calls = compile_once.cache_info().misses
+    function = compile_once(*options)
+    from_disk = function.cache_hits if isinstance(function, CFunc) else function.stats.cache_hits
+    return compile_once.cache_info().misses == calls or bool(from_disk)
+
+
 @contextlib.contextmanager
 def compiling():
     """One thread compiles at a time, with symbols of its own."""

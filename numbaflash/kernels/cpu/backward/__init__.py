@@ -11,7 +11,7 @@ from ....problem import Problem
 from .. import FEATURES
 from .. import supports as supports_features
 
-__all__ = ["FEATURES", "plan", "prepare", "resources", "supports"]
+__all__ = ["FEATURES", "build_kernels", "plan", "prepare", "resources", "supports"]
 
 
 def supports(problem: Problem, device: Device) -> tuple[str, ...]:
@@ -32,6 +32,13 @@ def prepare(plan: Plan):
     from . import launch
 
     return launch.prepare(plan)
+
+
+def build_kernels(plan: Plan) -> dict[str, bool]:
+    """Compile what a plan needs, or fetch it from the cache; by name, whether it was there already."""
+    from . import launch
+
+    return launch.build_kernels(plan)
 
 
 def resources(plan: Plan) -> dict:

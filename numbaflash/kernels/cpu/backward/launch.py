@@ -46,6 +46,13 @@ def compiled(kernel: Kernel):
         return _compile_driver(), _compile_kernel(kernel)
 
 
+def build_kernels(plan) -> dict[str, bool]:
+    """Compile what a plan needs, or fetch it; by name, whether it was there already."""
+    kernel, was_there = plan.config.kernel, threads_of.was_there
+    with threads_of.compiling():
+        return {"CPU backward driver": was_there(_compile_driver), f"CPU backward kernel {kernel}": was_there(_compile_kernel, kernel)}
+
+
 def plan_for(problem, layouts, device, threads: int) -> Plan:
     """Tiles and threads of a problem when so many threads are to be had; nothing is compiled."""
     choice = config.choose(problem, threads)

@@ -124,6 +124,11 @@ class Config(Elements):
         return self.with_ds or self.with_dv
 
     @property
+    def walks_down(self) -> bool:
+        """Whether a block begins at the last queries that see its keys; not with options, where that has not run on a GPU yet."""
+        return self.ordered and (self.bounded_left or self.bounded_right) and not self.options
+
+    @property
     def scores(self) -> Share:
         """Of q k^T and dout v^T: queries x keys. A lane's rows, and its columns, are as far apart as the lanes are many."""
         return choose_share(self.warps, self.lanes_m, self.lanes_n, self.q_tile, self.kv_tile, 1)

@@ -26,7 +26,7 @@ from numbaflash.toolchain import KernelSource
 
 from .. import scores
 from .. import tiles as shared_tiles
-from . import tiles
+from . import tiles, walk
 from .config import Config
 
 
@@ -56,6 +56,7 @@ def build(config: Config) -> KernelSource:
     place_scores, place_dq = tiles.place(config, config.scores), tiles.place(config, config.dq, 1, config.vector)
     place_dk, place_dv = (tiles.place(config, share, tiles.chunk(config, share), config.vector) for share in (config.dk, config.dv))
     afresh = tiles.afresh
+    step_up, step_down, turn_of = walk.step_up(config), walk.step_down(config), walk.turn(config)
 
     options_of, share = config.options, config.scores
     with_options, masked, with_lengths, per_entry = bool(options_of), options_of.mask, options_of.lengths, options_of.per_entry
@@ -84,7 +85,7 @@ def build(config: Config) -> KernelSource:
         shared_tiles.copy_width(config, kv_tile),
         shared_tiles.copy_width(config, q_tile),
     )
-    asynchronous, ordered, one_buffer = config.asynchronous, config.ordered, config.buffers == 1
+    asynchronous, ordered, walks_down, one_buffer = config.asynchronous, config.ordered, config.walks_down, config.buffers == 1
     with_dq, with_dk, with_dv, with_ds = config.with_dq, config.with_dk, config.with_dv, config.with_ds
     bounded_left, bounded_right = config.bounded_left, config.bounded_right
     guarded = config.guarded or scattered
@@ -144,12 +145,14 @@ def build(config: Config) -> KernelSource:
             end = int32(0)
         first_block, stop_block = int32(begin // q_tile), int32((end + q_tile - 1) // q_tile)
         head, q_block = int32(kv_head * group), first_block
+        if walks_down:
+            q_block = int32(stop_block - 1)
         stop_head = int32(head + group if begin < end else head)
 
         dk, dv = zero_dk(), zero_dv()
         plain_k = int32(1)
         if head < stop_head:
-            first_q = int32(first_block * q_tile)
+            first_q = int32(q_block * q_tile)
             copy_q(memory, q_base, q, batch, first_q, head, thread // q_width, thread % q_width)
             copy_dout(memory, dout_base, dout, batch, first_q, head, thread // q_width, thread % q_width)
             if with_ds:
@@ -287,17 +290,16 @@ def build(config: Config) -> KernelSource:
                             c = int32(c + lanes_m)
 
             if ordered and thread == 0:
-                before = kv_block  # blocks that add to this tile of dq before this one
-                if bounded_left:
-                    before -= max(first_q + band_first, 0) // kv_tile
+                before = turn_of(kv_block, first_q, band_first)
                 while cuda.atomic.add(turns, 1 + q_number, 0) < before:
                     continue
                 cuda.threadfence()
             cuda.syncthreads()  # nobody reads q and dout any more
             thread = afresh(thread)
-            q_block = int32(q_block + 1)
-            if q_block == stop_block:
-                head, q_block = int32(head + 1), first_block
+            if walks_down:
+                head, q_block = step_down(q_number, first_q, q_tiles, batch * heads, stop_head, group, first_k, band_last)
+            else:
+                head, q_block = step_up(head, q_block, first_block, stop_block)
             if head < stop_head:
                 copy_q(memory, q_base, q, batch, q_block * q_tile, head, thread // q_width, thread % q_width)
                 copy_dout(memory, dout_base, dout, batch, q_block * q_tile, head, thread // q_width, thread % q_width)

@@ -16,15 +16,26 @@ from ....problem import ITEMSIZE, Problem, trim_keys
 from ... import sm90
 from ...sections import choose_section, fitting_section
 from ..tensor_maps import refusal, row_major, rows_map
-from .config import PART_ROWS, ROW_THREADS, TICKET_BYTES, BackwardConfig, SharedMemory, backward_config, q_blocks_of_tiles, visible_queries
+from .config import (
+    L2_BYTES,
+    PART_ROWS,
+    ROW_THREADS,
+    TICKET_BYTES,
+    BackwardConfig,
+    SharedMemory,
+    backward_config,
+    column_bytes,
+    q_blocks_of_tiles,
+    visible_queries,
+)
 
 FEATURES = frozenset()
 """`Problem.features` that the kernels have."""
 
 _BUILD = "numbaflash.kernels.sm90.backward."
 _ARCH = (9, 0, "a")
-_L2_BYTES = 36 * 2**20  # of the H200's 60 MB, what the query heads in flight may read and add to
 _SLOWER_PAST_L2 = 1.15  # measured on an H200 where fewer than head_dim / 32 blocks are at work on a head; with more 0 to 4% are lost
+_STEPS_APART = 2  # of 2, 4 and 8, on an H200 with 4 query heads a kv head: fastest at D 256, up to 11% slower than the best at D 64 and 128
 _TILE_COST = 1.5  # start and end of a tile, in blocks of queries
 
 
@@ -37,6 +48,7 @@ def plan(problem: Problem, layouts: BackwardLayouts, device: Device, determinist
     """Choose tiles and grid, and which operands must be copied because TMA cannot read them in place."""
     config = backward_config(
         problem,
+        blocks=device.sm_count,
         with_dq=layouts.dq is not None,
         with_dk=layouts.dk is not None,
         with_dv=layouts.dv is not None,
@@ -136,13 +148,7 @@ def _parameters(plan, workspace):
     first_query, queries = visible_queries(problem)
     columns = problem.batch * problem.kv_heads
     costs = tuple((q_blocks_of_tiles(problem, config) * problem.group + _TILE_COST).tolist())
-    row_bytes = (problem.head_dim + problem.head_dim_v) * ITEMSIZE[dtype] + 4 * problem.head_dim
-    head_bytes = problem.group * problem.seqlen_q * row_bytes
-    blocks = min(plan.device.sm_count, len(costs) * columns)
-    if config.deterministic:  # tickets even tiles out; neighbours of a head, of which one waits for the other, had better not start together
-        section = fitting_section(columns, head_bytes, _L2_BYTES)
-    else:
-        section = choose_section(costs[::-1], columns, blocks, head_bytes, _L2_BYTES, _SLOWER_PAST_L2, max(problem.head_dim, problem.head_dim_v) / 32)
+    section = _section(problem, config, costs, columns, plan.device.sm_count)
     integers = (
         problem.seqlen_q,
         problem.seqlen_k,
@@ -174,6 +180,17 @@ def _parameters(plan, workspace):
         *(toolchain.Scalar("int32", n) for n in integers),
         *(toolchain.Scalar("float32", x) for x in factors),
     ]  # fmt: skip
+
+
+def _section(problem, config, costs, columns, blocks):
+    """Heads whose tiles are taken together."""
+    if config.deterministic and config.deterministic_step < 0:
+        # Tiles of a head that start this far apart find the one before them ahead, but not so far that what it has read is forgotten.
+        return max(1, min(columns, -(-_STEPS_APART * 2 * blocks // (problem.group * len(costs)))))
+    if config.deterministic:  # tickets even tiles out; neighbours of a head, of which one waits for the other, had better not start together
+        return fitting_section(columns, column_bytes(problem), L2_BYTES)
+    blocks, enough_sharers = min(blocks, len(costs) * columns), max(problem.head_dim, problem.head_dim_v) / 32
+    return choose_section(costs[::-1], columns, blocks, column_bytes(problem), L2_BYTES, _SLOWER_PAST_L2, enough_sharers)
 
 
 def _dq_parameters(plan, workspace):

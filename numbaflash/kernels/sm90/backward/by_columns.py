@@ -13,10 +13,11 @@ from numba import cuda
 from numba.cuda.types import UniTuple, int32, uint64
 
 from ....ptx import fragment, mbarrier, pipeline, tma, warp, wgmma
-from ....ptx.index import plus
+from ....ptx.index import following, plus, zero
 from ....ptx.straight import straight_line
 from ...bands import KeyBand
 from .config import BackwardConfig, SharedMemory
+from .work import Work
 
 inline = cuda.jit(device=True, inline="always")
 
@@ -28,7 +29,7 @@ Consumer = namedtuple("Consumer", "w thread lane limits k v q_half dout_half pds
 
 
 def consumers(config: BackwardConfig, memory: SharedMemory):
-    """(prepare, begin, masked step, plain step, finish, settle, zeros of dK, zeros of dV, leave) for `kernel`."""
+    """The work of a configuration."""
     q_block, kv_tile, count, parts = config.q_block, config.kv_tile, config.consumers, config.parts
     half, d_part, dv_part = q_block // count, config.part_columns, config.part_columns_v
     with_dq, with_dk, with_dv, with_ds, deterministic = config.with_dq, config.with_dk, config.with_dv, config.with_ds, config.deterministic
@@ -118,17 +119,17 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
         warp.barrier_arrive(plus(my.w, ADDED), 160)
 
     @inline
-    def send(dq, m, before, sums, my):
+    def send(dq, number, sums, my):
         """Add a part of dQ to the sum."""
         if deterministic:
             warp.barrier_sync(plus(my.w, MAY_ADD), 160)
-        add_part(dq, part_at(sums, my.w, plus(before, m)), my.thread)
+        add_part(dq, part_at(sums, my.w, number), my.thread)
 
     # With overlap, dK is a block behind: its product runs while the probabilities of the next block are computed.
 
     def make_overlapped_step(masked, is_first):
         @inline
-        def step(dk, dv, place, m, first, before, ring, sums, my):
+        def step(carried, dk, dv, place, m, number, ring, sums, my):
             """A block of queries, but for dK, which is that of the block before it."""
             last_place = place
             if not is_first:
@@ -161,28 +162,47 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
             dq = part_of_dq(p_operand(second(my.pds), place), my.k_part)
             dv = wait_dv_before_dq(dv)
             pipeline.release(ring.dout_empty, place, my.lane)
-            send(wait_dq(dq), m, before, sums, my)
-            return dk, dv, place
+            send(wait_dq(dq), number, sums, my)
+            return carried, dk, dv, place
 
         return step
 
+    enter_overlapped = make_overlapped_step(True, True)
+
     @inline
-    def finish(dk, dv, place, m, first, before, ring, sums, my):
+    def enter_with_a_step(dk, dv, place, m, number, ring, sums, my):
+        return enter_overlapped(zero(), dk, dv, place, m, number, ring, sums, my)
+
+    @inline
+    def finish_overlapped(carried, dk, dv, place, ring, my):
         """dK of the last block of queries."""
         dk = wait_dk_alone(add_dk(dk, p_operand(second(my.pds), place), q_mn_operand(my.q_part, place)))
         pipeline.release(ring.q_empty, place, my.lane)
+        if deterministic:
+            settle(my)
         return dk, dv, advance(place)
+
+    @inline
+    def enter(dk, dv, place, m, number, ring, sums, my):
+        """Nothing is under way."""
+        return zero(), dk, dv, place
+
+    @inline
+    def finish(carried, dk, dv, place, ring, my):
+        if deterministic:
+            settle(my)
+        return dk, dv, place
 
     def make_step(masked):
         @inline
-        def step(dk, dv, place, m, first, before, ring, sums, my):
+        def step(carried, dk, dv, place, m, number, ring, sums, my):
             """A block of queries."""
             pipeline.wait(ring.q_full, place)
             s = scores(my.k, q_operand(my.q_half, place))
             pipeline.wait(ring.dout_full, place)
             if with_ds:
                 dp = value_scores(my.v, dout_operand(my.dout_half, place))
-            if deterministic and m > first:
+            if deterministic and carried > 0:
                 settle(my)  # only now, so that these products hide how long the additions of the block before take to arrive
             p = probabilities(wait_scores(s), plus(values_at(ring.shifts, place), my.columns), my.scale_log2)
             if masked:
@@ -210,13 +230,13 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
                 dk = wait_dk(dk)
             pipeline.release(ring.q_empty, place, my.lane)
             if with_dq:
-                send(wait_dq(dq), m, before, sums, my)
-            return dk, dv, advance(place)
+                send(wait_dq(dq), number, sums, my)
+            return following(carried), dk, dv, advance(place)
 
         return step
 
     @inline
-    def leave(dk, dv, n, bounds, kv_head, batch, dk_map, dv_map, s_k, s_v, kv_empty, scale_of_dk, my):
+    def leave(dk, dv, n, bounds, kv_head, batch, dk_map, dv_map, s_k, s_v, k_empty, v_empty, scale_of_dk, my):
         """dK and dV leave through the shared memory of K and V, whose last use is over."""
         warp.barrier_sync(ALL, 128 * count)
         if bounded:  # NaN among the queries stays out of keys that none of them sees
@@ -235,10 +255,11 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
             if with_dk:
                 store_dk(dk_map, s_k, key, kv_head, batch)
             tma.wait_stores_read()
-            mbarrier.arrive(kv_empty)
+            mbarrier.arrive(k_empty)
+            mbarrier.arrive(v_empty)
 
     if config.overlap:
-        begin, masked_step, plain_step = (make_overlapped_step(*which) for which in ((True, True), (True, False), (False, False)))
+        steps = (enter_with_a_step, make_overlapped_step(True, False), make_overlapped_step(False, False), finish_overlapped)
     else:
-        begin, masked_step, plain_step = None, make_step(True), make_step(False)
-    return prepare, begin, masked_step, plain_step, finish, settle, fragment.zeros(d_part), fragment.zeros(dv_part), leave
+        steps = (enter, make_step(True), make_step(False), finish)
+    return Work(prepare, fragment.zeros(d_part), fragment.zeros(dv_part), *steps, leave, enters_with_a_step=config.overlap)

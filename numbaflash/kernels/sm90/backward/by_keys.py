@@ -1,8 +1,10 @@
 """Consumers that own 64 keys each, for head dims up to 128: all of dK and dV of those keys are in one warpgroup's registers.
 
 Scores are computed transposed, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are register operands of dV += P^T dO and
-dK += dS^T Q. Only dS goes through shared memory, for dQ = dS K, which sums over the keys of all consumers: each computes a
-64 x 64 part of dQ, stages it, and a warp of the producer warpgroup adds it to the sum in global memory by a bulk copy.
+dK += dS^T Q. Only dS goes through shared memory, for dQ = dS K, which sums over the keys of all consumers. They take turns at it: of
+two blocks of queries each computes dQ of one, and waits for the other's dS only there. So they run half a step apart, and the products of
+one hide the exponentials of the other. The two parts of dQ are staged, and two warps of the producer warpgroup add them to the sum in global
+memory by bulk copies.
 """
 
 from __future__ import annotations
@@ -13,29 +15,28 @@ from numba import cuda
 from numba.cuda.types import UniTuple, int32
 
 from ....ptx import fragment, mbarrier, pipeline, tma, warp, wgmma
-from ....ptx.index import plus
+from ....ptx.index import plus, zero
 from ....ptx.straight import straight_line
 from ...bands import KeyBand
-from .config import BackwardConfig, SharedMemory
+from .config import PART_ROWS, BackwardConfig, SharedMemory
+from .work import Work
 
 inline = cuda.jit(device=True, inline="always")
 
-# Named barriers; the kernel's own are 0 and those of `kernel`.
-ALL = 1  # all consumers: dS is complete, K has been read
-DQ_FULL, DQ_EMPTY = 2, 5  # of the first consumer, shared with the warp that sends its part away
-STAGING = 8  # of the first consumer; one a consumer
+# Named barriers; 0 is the whole block's.
+OWN = 1  # of the first consumer; one a consumer
+DQ_FULL, DQ_EMPTY = 3, 5  # of the first part of dQ: the consumer whose turn it is, and the warp that sends it away; one a part
 
-Consumer = namedtuple("Consumer", "w thread lane limits k v ds ds_read k_part dq part_ready part_free columns scale_log2")
+Consumer = namedtuple("Consumer", "w thread lane limits k v ds all_ds all_k dq columns scale_log2")
 """What a step needs beside its state: descriptors, addresses, and the queries that the thread's keys are seen by."""
 
 
 def consumers(config: BackwardConfig, memory: SharedMemory):
-    """(prepare, begin, masked step, plain step, finish, settle, zeros of dK, zeros of dV, leave) for `kernel`; no begin and finish here."""
-    q_block, kv_tile, count, parts, part_columns = config.q_block, config.kv_tile, config.consumers, config.parts, config.part_columns
-    d, dv_columns = config.padded_head_dim, config.padded_head_dim_v
+    """The work of a configuration."""
+    q_block, kv_tile, d, dv_columns = config.q_block, config.kv_tile, config.padded_head_dim, config.padded_head_dim_v
+    parts, part_columns, by_rows = config.parts, config.part_columns, config.q_block > PART_ROWS  # parts are rows of dQ, or columns
     with_dq, with_dk, with_dv, with_ds = config.with_dq, config.with_dk, config.with_dv, config.with_ds
     q_panel_bytes, kv_panel_bytes = memory.q_panel_bytes, memory.kv_panel_bytes
-    by_rows = q_block > 64  # the parts are rows of dQ, or columns
 
     # Instructions of exactly these tile shapes.
     def transposed(columns):  # (64 keys, q_block) = K or V (64, columns) times Q^T or dO^T
@@ -49,21 +50,21 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     part_of_dq = wgmma.product_shared(  # (64, 64) = dS (64, kv_tile) K (kv_tile, 64)
         part_columns, kv_tile, config.element, wgmma.mn_major_steps(kv_tile), wgmma.mn_major_steps(kv_tile), a_transposed=True, b_transposed=True
     )
-    row_operand, k_part_operand, ds_operand = wgmma.operand(), wgmma.operand(0, kv_panel_bytes), wgmma.operand(memory.ds_bytes)
-    q_operand, dout_operand = wgmma.operand(memory.q_bytes), wgmma.operand(memory.dout_bytes)
+    ds_operand, k_part_operand, wait_dq = wgmma.operand(memory.ds_bytes), wgmma.operand(0, kv_panel_bytes), wgmma.wait(0, *[part_columns] * parts)
+    row_operand, q_operand, dout_operand = wgmma.operand(), wgmma.operand(memory.q_bytes), wgmma.operand(memory.dout_bytes)
     q_mn_operand, dout_mn_operand = wgmma.operand(memory.q_bytes, q_panel_bytes), wgmma.operand(memory.dout_bytes, q_panel_bytes)
     wait_scores, wait_value_scores = wgmma.wait(1 if with_ds else 0, q_block), wgmma.wait(0, q_block, q_block)
-    before_dk = 1 if with_dk else 0
-    wait_dq_dv = wgmma.wait(before_dk, part_columns, dv_columns)
-    wait_dv, wait_dq = wgmma.wait(before_dk, dv_columns), wgmma.wait(before_dk, part_columns)
-    wait_dk, scale_dk = wgmma.wait(0, d), fragment.scale(d)
+    wait_dv, wait_dk = wgmma.wait(int(with_dk), dv_columns), wgmma.wait(0, d)
+    scale_dk = fragment.scale(d)
     bounded, select_dk, select_dv = config.bounded, fragment.select_rows(d), fragment.select_rows(dv_columns)
     probabilities, score_gradients = fragment.probabilities(q_block), fragment.score_gradients(q_block)
     mask = fragment.mask_band(q_block, True, config.left, 0.0)
     to_16bit, dk_to_16bit, dv_to_16bit = (fragment.to_16bit(n, config.element) for n in (q_block, d, dv_columns))
     put_ds, put_part = fragment.store_matrix(q_block, kv_panel_bytes), fragment.store_plain(part_columns)
-    put_dk, put_dv = fragment.store_matrix(d, kv_panel_bytes), fragment.store_matrix(dv_columns, kv_panel_bytes)
-    store_dk, store_dv = (tma.store_panels(4, 0, n, kv_panel_bytes) for n in (memory.loaded_qk_panels, memory.loaded_v_panels))
+    dk_panel_bytes = 64 * wgmma.ROW_BYTES
+    put_dk, put_dv = fragment.store_matrix(d, dk_panel_bytes), fragment.store_matrix(dv_columns, kv_panel_bytes)
+    store_dk = tma.store_panels(4, 0, memory.loaded_qk_panels, dk_panel_bytes)
+    store_dv = tma.store_panels(4, 0, memory.loaded_v_panels, kv_panel_bytes)
     advance, only = pipeline.advance(config.stages), pipeline.start(0)
     values_at, ds_slot = pipeline.slot(memory.row_bytes), pipeline.slot(memory.ds_bytes)
 
@@ -77,32 +78,54 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
         lane = thread & 31
         return [consumer, thread, lane, n * kv_tile + consumer * 64 + (thread >> 5) * 16 + (lane >> 2), (lane & 3) * 2]
 
-    def places_of_consumer(ops, consumer, column, s_k, s_v, s_ds, s_dq):
-        """(its rows of K, of V, of dS, the part of dS and of K that make its part of dQ, where that part is staged, bytes to its columns)."""
-        part = ops.minimum(consumer, ops.integer(parts - 1))
+    def places_of_consumer(ops, consumer, column, s_k, s_v, s_ds):
+        """(its rows of K, of V, of dS, bytes to its columns)."""
         rows = consumer * (64 * wgmma.ROW_BYTES)
-        ds_read, k_part = (s_ds + part * kv_panel_bytes, s_k) if by_rows else (s_ds, s_k + part * kv_panel_bytes)
-        return [s_k + rows, s_v + rows, s_ds + rows, ds_read, k_part, s_dq + consumer * memory.part_bytes, column * 4]
+        return [s_k + rows, s_v + rows, s_ds + rows, column * 4]
 
     place_of_thread = straight_line(UniTuple(int32, 5), (int32,) * 3, place_of_thread)
-    places_of_consumer = straight_line(UniTuple(int32, 7), (int32,) * 6, places_of_consumer)
+    places_of_consumer = straight_line(UniTuple(int32, 4), (int32,) * 5, places_of_consumer)
+    second_ds = straight_line(int32, (int32,), lambda ops, address: address + (kv_panel_bytes if by_rows else 0))
+    second_k = straight_line(int32, (int32,), lambda ops, address: address + (0 if by_rows else kv_panel_bytes))
+    second_dq = straight_line(int32, (int32,), lambda ops, address: address + memory.part_bytes)
+    own_ds_stage = straight_line(int32, (int32,) * 2, lambda ops, address, consumer: address + consumer * memory.ds_bytes)
     own_rows = straight_line(int32, (int32,) * 2, lambda ops, address, consumer: address + consumer * (64 * wgmma.ROW_BYTES))
     own_key = straight_line(int32, (int32,) * 2, lambda ops, n, consumer: n * kv_tile + consumer * 64)
-
     key_of_thread = straight_line(int32, (int32,) * 3, lambda ops, n, w, thread: n * kv_tile + w * 64 + (thread >> 5) * 16 + ((thread & 31) >> 2))
 
     @inline
     def prepare(tid, warpgroup, n, bounds, s_k, s_v, s_q, s_dout, s_ds, s_dq, scale_log2):
         w, thread, lane, key, column = place_of_thread(tid, warpgroup, n)
-        own_k, own_v, own_ds, ds_read, k_part, own_dq, columns = places_of_consumer(w, column, s_k, s_v, s_ds, s_dq)
-        return Consumer(
-            w, thread, lane, limits_of_keys(key, column, bounds), row_operand(own_k, only()), row_operand(own_v, only()), own_ds, ds_read,
-            k_part_operand(k_part, only()), own_dq, plus(w, DQ_FULL), plus(w, DQ_EMPTY), columns, scale_log2,
-        )  # fmt: skip
+        own_k, own_v, own_ds, columns = places_of_consumer(w, column, s_k, s_v, s_ds)
+        limits = limits_of_keys(key, column, bounds)
+        return Consumer(w, thread, lane, limits, row_operand(own_k, only()), row_operand(own_v, only()), own_ds, s_ds, s_k, s_dq, columns, scale_log2)
+
+    @inline
+    def gather_dq(place, ring, my):
+        """dQ of a block from the dS of both consumers: a stage belongs to each."""
+        pipeline.wait(ring.ds_full, place)
+        first = part_of_dq(ds_operand(my.all_ds, place), k_part_operand(my.all_k, only()))
+        if parts == 2:
+            second = part_of_dq(ds_operand(second_ds(my.all_ds), place), k_part_operand(second_k(my.all_k), only()))
+            first, second = wait_dq(first, second)
+        else:
+            first = wait_dq(first)
+        pipeline.release(ring.ds_empty, place, my.lane)
+        send(first, DQ_EMPTY, my.dq, DQ_FULL, my)
+        if parts == 2:
+            send(second, DQ_EMPTY + 1, second_dq(my.dq), DQ_FULL + 1, my)
+
+    @inline
+    def send(part, empty, staged, full, my):
+        """Stage a part of dQ for the warp that sends it away."""
+        warp.barrier_sync(empty, 160)
+        put_part(part, staged, my.thread)
+        tma.fence_async()
+        warp.barrier_arrive(full, 160)
 
     def make_step(masked):
         @inline
-        def step(dk, dv, place, m, first, before, ring, sums, my):
+        def step(carried, dk, dv, place, m, number, ring, sums, my):
             """A block of queries."""
             pipeline.wait(ring.q_full, place)
             s = scores(my.k, q_operand(ring.q, place))
@@ -122,61 +145,59 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
                     ds = mask(ds, m, my.limits)
                 ds16 = to_16bit(ds)
             if with_dq:
+                pipeline.wait(ring.ds_empty, pipeline.turned(place))
                 put_ds(ds16, ds_slot(my.ds, place), my.thread)
                 tma.fence_async()
-                warp.barrier_sync(ALL, 128 * count)
-                dq = part_of_dq(ds_operand(my.ds_read, place), my.k_part)
+                cuda.syncwarp()
+                pipeline.release(ring.ds_full, place, my.lane)
             if with_dk:
                 dk = add_dk(dk, ds16, q_mn_operand(ring.q, place))
-            if with_dq and with_dv:
-                dq, dv = wait_dq_dv(dq, dv)
-            elif with_dq:
-                dq = wait_dq(dq)
-            elif with_dv:
+            if with_dv:
                 dv = wait_dv(dv)
             pipeline.release(ring.dout_empty, place, my.lane)
-            if with_dq:
-                send(dq, my)
             if with_dk:
                 dk = wait_dk(dk)
             pipeline.release(ring.q_empty, place, my.lane)
-            return dk, dv, advance(place)
+            if with_dq and place[0] == my.w:
+                gather_dq(place, ring, my)
+            return carried, dk, dv, advance(place)
 
         return step
 
     @inline
-    def send(dq, my):
-        """Stage a part of dQ for the warp that sends it away."""
-        if my.w < parts:
-            warp.barrier_sync(my.part_free, 160)
-            put_part(dq, my.dq, my.thread)
-            tma.fence_async()
-            warp.barrier_arrive(my.part_ready, 160)
+    def enter(dk, dv, place, m, number, ring, sums, my):
+        """Nothing is under way."""
+        return zero(), dk, dv, place
 
     @inline
-    def settle(my):
-        """Nothing is owed after a step: the warps that send dQ away keep the turns."""
+    def finish(carried, dk, dv, place, ring, my):
+        return dk, dv, place
 
     @inline
-    def leave(dk, dv, n, bounds, kv_head, batch, dk_map, dv_map, s_k, s_v, kv_empty, scale_of_dk, my):
-        """dK and dV leave through the shared memory of this consumer's rows of K and V, whose last use is over."""
-        warp.barrier_sync(ALL, 128 * count)
+    def leave(dk, dv, n, bounds, kv_head, batch, dk_map, dv_map, s_k, s_v, k_empty, v_empty, scale_of_dk, my):
+        """dV leaves through this consumer's rows of V, dK through its stage of dS, which it has read for the last time.
+
+        So K can be loaded meanwhile. The other consumer cannot write to that stage before V is loaded, after all of this.
+        """
+        pipeline.release(k_empty, only(), my.lane)
+        warp.barrier_sync(plus(my.w, OWN), 128)
         if bounded:  # NaN among the queries stays out of keys that none of them sees
             seen = seen_keys(key_of_thread(n, my.w, my.thread), bounds)
             dk, dv = select_dk(dk, seen), select_dv(dv, seen)
         if with_dv:
             put_dv(dv_to_16bit(dv), own_rows(s_v, my.w), my.thread)
         if with_dk:
-            put_dk(dk_to_16bit(scale_dk(dk, scale_of_dk)), own_rows(s_k, my.w), my.thread)
+            put_dk(dk_to_16bit(scale_dk(dk, scale_of_dk)), own_ds_stage(my.all_ds, my.w), my.thread)
         tma.fence_async()
-        warp.barrier_sync(plus(my.w, STAGING), 128)
+        warp.barrier_sync(plus(my.w, OWN), 128)
         if my.thread == 0:
             key = own_key(n, my.w)
             if with_dv:
                 store_dv(dv_map, own_rows(s_v, my.w), key, kv_head, batch)
             if with_dk:
-                store_dk(dk_map, own_rows(s_k, my.w), key, kv_head, batch)
+                store_dk(dk_map, own_ds_stage(my.all_ds, my.w), key, kv_head, batch)
             tma.wait_stores_read()
-            mbarrier.arrive(kv_empty)
+            mbarrier.arrive(v_empty)
 
-    return prepare, None, make_step(True), make_step(False), None, settle, fragment.zeros(d), fragment.zeros(dv_columns), leave
+    steps = (enter, make_step(True), make_step(False), finish)
+    return Work(prepare, fragment.zeros(d), fragment.zeros(dv_columns), *steps, leave, enters_with_a_step=False)

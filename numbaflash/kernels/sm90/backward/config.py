@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ....problem import Problem
+from ....problem import ITEMSIZE, Problem
 from ..config import ALIGNMENT, ELEMENTS, Warpgroups
 
 TICKET_BYTES = 256  # before the turns
 ROW_THREADS = 256  # of a block of the kernel that prepares the rows
 PART_ROWS = 64  # of dq that a consumer warpgroup computes in a step
+L2_BYTES = 36 * 2**20  # of the H200's 60 MB, what the query heads in flight may read and add to
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,8 @@ class BackwardConfig(Warpgroups):
         Gradients that somebody needs.
     deterministic : bool
         Tiles add their parts of dq in the order of their keys.
+    last_keys_first : bool
+        That order is from the last keys to the first, and tiles run in it.
     """
 
     element: str
@@ -52,6 +55,7 @@ class BackwardConfig(Warpgroups):
     with_dk: bool = True
     with_dv: bool = True
     deterministic: bool = False
+    last_keys_first: bool = False
 
     consumers = 2
 
@@ -74,6 +78,11 @@ class BackwardConfig(Warpgroups):
         return self.columns_apart and self.with_dq and self.with_dk and self.with_dv
 
     @property
+    def kv_arrivals(self) -> tuple[int, int]:
+        """How many say that K, and that V, may be loaded anew: each warp, and each consumer; of consumers that share keys, one thread for all."""
+        return (1, 1) if self.columns_apart else (4 * self.consumers, self.consumers)
+
+    @property
     def part_columns(self) -> int:
         """Columns of a part of dq; with `columns_apart`, of dk too."""
         return 128 if self.head_dim > 128 else 64
@@ -89,9 +98,13 @@ class BackwardConfig(Warpgroups):
         return 2 if self.columns_apart else self.q_block // PART_ROWS * -(-self.head_dim // 64)
 
     @property
-    def last_keys_first(self) -> bool:
-        """Whether tiles of later keys add to dq, and run, before those of earlier ones."""
-        return self.deterministic and self.right
+    def deterministic_step(self) -> int:
+        """Direction of a deterministic tile's walk through blocks of queries; either way it is behind those before it, and seldom waits.
+
+        Last keys first, it goes up from the diagonal. First keys first, it goes down from the end under a right bound: all tiles of a head
+        begin there, so those in flight read about the same queries.
+        """
+        return -1 if self.right and not self.last_keys_first else 1
 
     @property
     def with_ds(self) -> bool:
@@ -143,11 +156,11 @@ class SharedMemory:
         q = v + v_panels * kv_panel
         dout = q + config.stages * q_bytes
         ds = dout + config.stages * dout_bytes
-        dq = ds + (config.stages * ds_bytes if config.with_dq or config.columns_apart else 0)
+        dq = ds + (config.stages * ds_bytes if config.with_ds or config.columns_apart else 0)
         shifts = dq + (config.consumers * part_bytes if staged else 0)
         deltas = shifts + config.stages * row_bytes
         barriers = deltas + config.stages * row_bytes
-        ticket = barriers + 8 * (2 + 4 * config.stages)
+        ticket = barriers + 8 * (3 + 6 * config.stages)
         return cls(
             loaded_qk, loaded_v, q_panel, kv_panel, q_bytes, dout_bytes, ds_bytes, part_bytes, row_bytes,
             k=0, v=v, q=q, dout=dout, ds=ds, dq=dq, shifts=shifts, deltas=deltas, barriers=barriers,
@@ -155,23 +168,36 @@ class SharedMemory:
         )  # fmt: skip
 
 
-def backward_config(problem: Problem, *, with_dq: bool, with_dk: bool, with_dv: bool, deterministic: bool) -> BackwardConfig:
-    """The tuning choice for a problem: a pure function of it."""
+def backward_config(problem: Problem, *, blocks: int, with_dq: bool, with_dk: bool, with_dv: bool, deterministic: bool) -> BackwardConfig:
+    """The tuning choice for a problem and the number of blocks that run at a time: a pure function of them."""
     widest = max(problem.head_dim, problem.head_dim_v)
+    kv_tile, deterministic = 128 if widest <= 128 else 64, deterministic and with_dq
     return BackwardConfig(
         element=ELEMENTS[problem.dtype],
         head_dim=problem.head_dim,
         head_dim_v=problem.head_dim_v,
         q_block=128 if widest <= 64 else 64,
-        kv_tile=128 if widest <= 128 else 64,
-        registers=(24, 240) if widest <= 64 else (40, 232),
+        kv_tile=kv_tile,
+        registers=(24, 240) if widest <= 128 else (40, 232),
         left=problem.left is not None,
         right=problem.right is not None,
         with_dq=with_dq,
         with_dk=with_dk,
         with_dv=with_dv,
-        deterministic=deterministic and with_dq,
+        deterministic=deterministic,
+        last_keys_first=deterministic and problem.right is not None and _fits_though_apart(problem, kv_tile, blocks),
     )
+
+
+def column_bytes(problem: Problem) -> int:
+    """What is read of the query heads that share keys, and added to, once for each tile of those keys."""
+    return problem.group * problem.seqlen_q * ((problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype] + 4 * problem.head_dim)
+
+
+def _fits_though_apart(problem, kv_tile, blocks):
+    """Whether the L2 cache holds all that tiles in flight read when each is at other queries: of half of a head's tiles at a time, about."""
+    columns_in_flight = max(1, 2 * blocks * kv_tile // max(1, problem.seqlen_k))
+    return columns_in_flight * column_bytes(problem) <= L2_BYTES
 
 
 def visible_queries(problem: Problem) -> tuple[int, int]:

@@ -21,29 +21,30 @@ from ....ptx.straight import straight_line
 from ....toolchain import KernelSource
 from ... import schedule
 from ...bands import KeyBand
-from ...schedule import heads_of, tile_of_turn
+from ...schedule import heads_of, next_of_walk, tile_of_turn, walk_step_of_turn
 from . import by_columns, by_keys
 from .config import TICKET_BYTES, BackwardConfig, SharedMemory
 
-# Named barriers, one a consumer and the warp of the producer warpgroup that goes with it; 0 is the whole block's.
+# Named barriers of the first part of dQ and the warp of the producer warpgroup that goes with it; one a part.
 DQ_FULL, DQ_EMPTY = by_keys.DQ_FULL, by_keys.DQ_EMPTY
 MAY_ADD, ADDED = by_columns.MAY_ADD, by_columns.ADDED
 
-Ring = namedtuple("Ring", "q dout shifts deltas q_full q_empty dout_full dout_empty")
-"""Addresses of the first stages of Q, dO and what goes with their rows, and of their barriers."""
+Ring = namedtuple("Ring", "q dout shifts deltas q_full q_empty dout_full dout_empty ds_full ds_empty")
+"""Addresses of the first stages of Q, dO and what goes with their rows, and of the barriers of all stages."""
 
 
 def build(config: BackwardConfig) -> KernelSource:
     """The main kernel of one configuration."""
     q_block, kv_tile, stages, consumers, parts = config.q_block, config.kv_tile, config.stages, config.consumers, config.parts
-    with_dq, with_ds, deterministic, has_left = config.with_dq, config.with_ds, config.deterministic, config.left
+    with_dq, with_ds, deterministic = config.with_dq, config.with_ds, config.deterministic
     memory = SharedMemory.of(config)
     work = (by_columns if config.columns_apart else by_keys).consumers(config, memory)
-    prepare, begin, masked_step, plain_step, finish, settle, zero_dk, zero_dv, leave = work
-    overlap = config.overlap
+    prepare, enter, masked_step, plain_step, finish, leave = work.prepare, work.enter, work.masked_step, work.plain_step, work.finish, work.leave
+    zero_dk, zero_dv, enters_with_a_step = work.zero_dk, work.zero_dv, work.enters_with_a_step
     band = KeyBand(kv_tile, q_block, config.left, config.right)
 
-    load_k, load_v = (tma.load_panels(4, n, memory.kv_panel_bytes) for n in (memory.loaded_qk_panels, memory.loaded_v_panels))
+    load_k = tma.load_panels(4, memory.loaded_qk_panels, memory.kv_panel_bytes)
+    load_v = tma.load_panels(4, memory.loaded_v_panels, memory.kv_panel_bytes, stage_bytes=0, arrives=False)
     load_q = tma.load_panels(4, memory.loaded_qk_panels, memory.q_panel_bytes, stage_bytes=memory.q_bytes)
     load_dout = tma.load_panels(4, memory.loaded_v_panels, memory.q_panel_bytes, stage_bytes=memory.dout_bytes)
     load_row, add_part = bulk.load(memory.row_bytes), bulk.add(memory.part_bytes)
@@ -51,20 +52,18 @@ def build(config: BackwardConfig) -> KernelSource:
     fewer_registers, more_registers = warp.decrease_registers(config.registers[0]), warp.increase_registers(config.registers[1])
     send_by_bulk, keep_turns = with_dq and not config.columns_apart, deterministic and config.columns_apart
 
-    barriers = [memory.barriers + 8 * n for n in (0, 1, *(2 + stages * n for n in range(4)))]
-    addresses = shared.addresses(memory.k, memory.v, memory.q, memory.dout, memory.ds, memory.dq, memory.shifts, memory.deltas, *barriers)
+    addresses = shared.addresses(memory.k, memory.v, memory.q, memory.dout, memory.ds, memory.dq, memory.shifts, memory.deltas)
+    barriers = shared.addresses(*(memory.barriers + 8 * n for n in (0, 1, 2, *(3 + stages * n for n in range(6)))))
     ticket_slot = shared.addresses(memory.ticket)
-    init_kv_full, init_kv_empty = mbarrier.init_ring(1, 2 if with_ds else 1), mbarrier.init_ring(1, 1 if config.columns_apart else consumers)
-    init_full, init_empty = mbarrier.init_ring(stages, 1), mbarrier.init_ring(stages, 4 * consumers)
+    init_k_full, init_k_empty, init_v_empty = (mbarrier.init_ring(1, n) for n in (1, *config.kv_arrivals))
+    init_full, init_by_warp, init_by_consumer = (mbarrier.init_ring(stages, n) for n in (1, 4 * consumers, 4))
 
     # Index arithmetic.
-    blocks_of_tile, turn_of = band.of_tile(), band.turn(config.last_keys_first)
+    walk_of_tile, turn_of = band.walk(), band.turn(config.last_keys_first)
+    walk_step = straight_line(int32, (int32,), lambda ops, turn: ops.integer(config.deterministic_step)) if deterministic else walk_step_of_turn
 
     def order(ops, tile, kv_tiles, columns, section):
-        """(tile of keys, kv head over the batch). The first keys, which most queries see under a right bound, go first.
-
-        Where tiles add to dQ in turn under a right bound, the last keys go first: a tile then finds that those before it are ahead of it.
-        """
+        """(tile of keys, kv head over the batch). The first keys, which most queries see under a right bound, go first, or the last."""
         block, column = schedule.order(ops, tile, kv_tiles, columns, section)
         return [block if config.last_keys_first else kv_tiles - 1 - block, column]
 
@@ -82,7 +81,7 @@ def build(config: BackwardConfig) -> KernelSource:
     row_of = straight_line(int32, (int32,) * 2, lambda ops, m, first_query: m * q_block - first_query)
     key_of = straight_line(int32, (int32,) * 2, lambda ops, n, first_key: n * kv_tile - first_key)
     head_of = straight_line(int32, (int32,) * 3, lambda ops, kv_head, group, member: kv_head * group + member)
-    blocks_before = straight_line(int32, (int32,) * 4, lambda ops, batch, head, heads, q_blocks: (batch * heads + head) * q_blocks)
+    block_number = straight_line(int32, (int32,) * 5, lambda ops, batch, head, heads, q_blocks, m: (batch * heads + head) * q_blocks + m)
     staged_part = straight_line(int32, (int32,) * 2, lambda ops, s_dq, part: s_dq + part * memory.part_bytes)
     ticket_at = straight_line(uint64, (uint64,), lambda ops, turns: turns - TICKET_BYTES)
     only = pipeline.start(0)
@@ -95,14 +94,18 @@ def build(config: BackwardConfig) -> KernelSource:
         tid = cuda.threadIdx.x
         warpgroup = warp.shuffle_index(warpgroup_of(tid), 0)
         bounds = (seqlen_q, seqlen_k, offset, left, right)
-        s_k, s_v, s_q, s_dout, s_ds, s_dq, s_shifts, s_deltas, kv_full, kv_empty, q_full, q_empty, dout_full, dout_empty = addresses()
+        s_k, s_v, s_q, s_dout, s_ds, s_dq, s_shifts, s_deltas = addresses()
+        k_full, k_empty, v_empty, q_full, q_empty, dout_full, dout_empty, ds_full, ds_empty = barriers()
         if tid == 0:
-            init_kv_full(kv_full)
-            init_kv_empty(kv_empty)
+            init_k_full(k_full)
+            init_k_empty(k_empty)
+            init_v_empty(v_empty)
             init_full(q_full)
-            init_empty(q_empty)
+            init_by_warp(q_empty)
             init_full(dout_full)
-            init_empty(dout_empty)
+            init_by_warp(dout_empty)
+            init_by_warp(ds_full)
+            init_by_consumer(ds_empty)
             mbarrier.fence_init()
             if deterministic:
                 shared.store(ticket_slot()[0], bulk.take_ticket(ticket_at(turns)))
@@ -126,31 +129,33 @@ def build(config: BackwardConfig) -> KernelSource:
                     while tile < tiles:
                         n, column = order(tile, kv_tiles, columns, section)
                         batch, kv_head, _ = heads_of(column, kv_heads, 1)
-                        first, _, _, end = blocks_of_tile(n, bounds)
+                        onward = walk_step(turn)
+                        m, _, _, steps = walk_of_tile(n, group, onward, bounds)
                         key = key_of(n, first_key)
-                        pipeline.wait(kv_empty, kv_place)
-                        load_k(s_k, only(), k_map, kv_full, key, kv_head, batch)
-                        if with_ds:
-                            load_v(s_v, only(), v_map, kv_full, key, kv_head, batch)
-                        kv_place = kv_advance(kv_place)
+                        pipeline.wait(k_empty, kv_place)
+                        load_k(s_k, only(), k_map, k_full, key, kv_head, batch)
+                        step = zero()
                         member = zero()
-                        while member < group:
+                        while step < steps:
                             head = head_of(kv_head, group, member)
-                            before = blocks_before(batch, head, heads, q_blocks)
-                            m = first
-                            while m < end:
-                                shifts_at, deltas_at = rows_at(shifts, deltas, plus(before, m))
-                                row = row_of(m, first_query)
-                                pipeline.wait(q_empty, place)
-                                load_row(s_shifts, place, shifts_at, q_full)
-                                load_q(s_q, place, q_map, q_full, row, head, batch)
-                                pipeline.wait(dout_empty, place)
-                                if with_ds:
-                                    load_row(s_deltas, place, deltas_at, dout_full)
-                                load_dout(s_dout, place, dout_map, dout_full, row, head, batch)
-                                place = advance(place)
-                                m = following(m)
-                            member = following(member)
+                            shifts_at, deltas_at = rows_at(shifts, deltas, block_number(batch, head, heads, q_blocks, m))
+                            row = row_of(m, first_query)
+                            pipeline.wait(q_empty, place)
+                            load_row(s_shifts, place, shifts_at, q_full)
+                            load_q(s_q, place, q_map, q_full, row, head, batch)
+                            pipeline.wait(dout_empty, place)
+                            if with_ds:
+                                if step == 0:  # V is needed with the first dO
+                                    pipeline.wait(v_empty, kv_place)
+                                    load_v(s_v, place, v_map, dout_full, key, kv_head, batch)
+                                load_row(s_deltas, place, deltas_at, dout_full)
+                            load_dout(s_dout, place, dout_map, dout_full, row, head, batch)
+                            place = advance(place)
+                            m, member = next_of_walk(m, member, group, onward)
+                            step = following(step)
+                        if steps == 0 or not with_ds:
+                            pipeline.wait(v_empty, kv_place)
+                        kv_place = kv_advance(kv_place)
                         turn = following(turn)
                         tile = tile_of_turn(turn, block, blocks)
             elif send_by_bulk and role <= parts:  # -------------------------------------------------- parts of dQ leave
@@ -161,28 +166,28 @@ def build(config: BackwardConfig) -> KernelSource:
                 while tile < tiles:
                     n, column = order(tile, kv_tiles, columns, section)
                     batch, kv_head, _ = heads_of(column, kv_heads, 1)
-                    first, _, _, end = blocks_of_tile(n, bounds)
+                    onward = walk_step(turn)
+                    m, _, _, steps = walk_of_tile(n, group, onward, bounds)
+                    step = zero()
                     member = zero()
-                    while member < group:
-                        before = blocks_before(batch, head_of(kv_head, group, member), heads, q_blocks)
-                        m = first
-                        while m < end:
-                            target, counter = part_at(sums, turns, part, plus(before, m))
-                            if deterministic:
-                                if warp.elect() != 0:
-                                    bulk.wait_turn(counter, turn_of(n, m, bounds, kv_tiles))
-                                cuda.syncwarp()
-                            warp.barrier_sync(ready, 160)
+                    while step < steps:
+                        number = block_number(batch, head_of(kv_head, group, member), heads, q_blocks, m)
+                        target, counter = part_at(sums, turns, part, number)
+                        if deterministic:
                             if warp.elect() != 0:
-                                add_part(target, source)
-                                tma.wait_stores_read()
+                                bulk.wait_turn(counter, turn_of(n, m, bounds, kv_tiles))
                             cuda.syncwarp()
-                            warp.barrier_arrive(free, 160)
-                            if deterministic and warp.elect() != 0:
-                                bulk.wait_done()
-                                bulk.end_turn(counter)
-                            m = following(m)
-                        member = following(member)
+                        warp.barrier_sync(ready, 160)
+                        if warp.elect() != 0:
+                            add_part(target, source)
+                            tma.wait_stores_read()
+                        cuda.syncwarp()
+                        warp.barrier_arrive(free, 160)
+                        if deterministic and warp.elect() != 0:
+                            bulk.wait_done()
+                            bulk.end_turn(counter)
+                        m, member = next_of_walk(m, member, group, onward)
+                        step = following(step)
                     turn = following(turn)
                     tile = tile_of_turn(turn, block, blocks)
                 if warp.elect() != 0:
@@ -193,62 +198,57 @@ def build(config: BackwardConfig) -> KernelSource:
                 while tile < tiles:
                     n, column = order(tile, kv_tiles, columns, section)
                     batch, kv_head, _ = heads_of(column, kv_heads, 1)
-                    first, _, _, end = blocks_of_tile(n, bounds)
+                    onward = walk_step(turn)
+                    m, _, _, steps = walk_of_tile(n, group, onward, bounds)
+                    step = zero()
                     member = zero()
-                    while member < group:
-                        before = blocks_before(batch, head_of(kv_head, group, member), heads, q_blocks)
-                        m = first
-                        while m < end:
-                            _, counter = part_at(sums, turns, part, plus(before, m))
-                            if warp.elect() != 0:
-                                bulk.wait_turn(counter, turn_of(n, m, bounds, kv_tiles))
-                            cuda.syncwarp()
-                            warp.barrier_sync(may_add, 160)
-                            warp.barrier_sync(added, 160)
-                            if warp.elect() != 0:
-                                bulk.end_turn(counter)
-                            cuda.syncwarp()
-                            m = following(m)
-                        member = following(member)
+                    while step < steps:
+                        _, counter = part_at(sums, turns, part, block_number(batch, head_of(kv_head, group, member), heads, q_blocks, m))
+                        if warp.elect() != 0:
+                            bulk.wait_turn(counter, turn_of(n, m, bounds, kv_tiles))
+                        cuda.syncwarp()
+                        warp.barrier_sync(may_add, 160)
+                        warp.barrier_sync(added, 160)
+                        if warp.elect() != 0:
+                            bulk.end_turn(counter)
+                        cuda.syncwarp()
+                        m, member = next_of_walk(m, member, group, onward)
+                        step = following(step)
                     turn = following(turn)
                     tile = tile_of_turn(turn, block, blocks)
         else:  # ------------------------------------------------------------------------------------ consumers
             more_registers()
-            ring = Ring(s_q, s_dout, s_shifts, s_deltas, q_full, q_empty, dout_full, dout_empty)
+            ring = Ring(s_q, s_dout, s_shifts, s_deltas, q_full, q_empty, dout_full, dout_empty, ds_full, ds_empty)
             place = start()
             kv_place = start()
             while tile < tiles:
                 n, column = order(tile, kv_tiles, columns, section)
                 batch, kv_head, _ = heads_of(column, kv_heads, 1)
-                first, plain_first, plain_end, end = blocks_of_tile(n, bounds)
+                onward = walk_step(turn)
+                m, plain, border, steps = walk_of_tile(n, group, onward, bounds)
                 my = prepare(tid, warpgroup, n, bounds, s_k, s_v, s_q, s_dout, s_ds, s_dq, scale_log2)
                 dk = zero_dk()
                 dv = zero_dv()
-                pipeline.wait(kv_full, kv_place)
+                pipeline.wait(k_full, kv_place)
                 kv_place = kv_advance(kv_place)
+                step = zero()
                 member = zero()
-                while member < group:
-                    before = blocks_before(batch, head_of(kv_head, group, member), heads, q_blocks)
-                    m = first
-                    if overlap and first < end:
-                        dk, dv, place = begin(dk, dv, place, m, first, before, ring, sums, my)
-                        m = following(m)
-                    while m < plain_first:
-                        dk, dv, place = masked_step(dk, dv, place, m, first, before, ring, sums, my)
-                        m = following(m)
-                    while m < plain_end:
-                        dk, dv, place = plain_step(dk, dv, place, m, first, before, ring, sums, my)
-                        m = following(m)
-                    if has_left:
-                        while m < end:
-                            dk, dv, place = masked_step(dk, dv, place, m, first, before, ring, sums, my)
-                            m = following(m)
-                    if overlap and first < end:
-                        dk, dv, place = finish(dk, dv, place, m, first, before, ring, sums, my)
-                    if keep_turns and first < end:
-                        settle(my)
-                    member = following(member)
-                leave(dk, dv, n, bounds, kv_head, batch, dk_map, dv_map, s_k, s_v, kv_empty, scale_of_dk, my)
+                if step < steps:
+                    number = block_number(batch, head_of(kv_head, group, member), heads, q_blocks, m)
+                    carried, dk, dv, place = enter(dk, dv, place, m, number, ring, sums, my)
+                    if enters_with_a_step:
+                        m, member = next_of_walk(m, member, group, onward)
+                        step = following(step)
+                    while step < steps:
+                        number = block_number(batch, head_of(kv_head, group, member), heads, q_blocks, m)
+                        if step >= plain and step < border:
+                            carried, dk, dv, place = plain_step(carried, dk, dv, place, m, number, ring, sums, my)
+                        else:
+                            carried, dk, dv, place = masked_step(carried, dk, dv, place, m, number, ring, sums, my)
+                        m, member = next_of_walk(m, member, group, onward)
+                        step = following(step)
+                    dk, dv, place = finish(carried, dk, dv, place, ring, my)
+                leave(dk, dv, n, bounds, kv_head, batch, dk_map, dv_map, s_k, s_v, k_empty, v_empty, scale_of_dk, my)
                 turn = following(turn)
                 tile = tile_of_turn(turn, block, blocks)
 

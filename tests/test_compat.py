@@ -1,0 +1,293 @@
+"""Other libraries' attention by their own names: signatures and meaning, against the plain formula in torch.
+
+The masks of xformers are stood in for by classes of the same names and attributes, as xformers' documentation and sources tell them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import numbaflash  # noqa: E402
+from numbaflash.compat.flash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func  # noqa: E402
+from numbaflash.compat.xformers import memory_efficient_attention  # noqa: E402
+
+
+def tensors(*shapes, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+def plain(q, k, v, *, scale=None, softcap=None, bias=None, seen=None):
+    """(out, lse) of (batch, seqlen, heads, head_dim) tensors by the formula; ``seen`` of (seqlen_q, seqlen_k)."""
+    group = q.shape[2] // k.shape[2]
+    q, k, v = q.transpose(1, 2), k.repeat_interleave(group, 2).transpose(1, 2), v.repeat_interleave(group, 2).transpose(1, 2)
+    score = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        score = softcap * torch.tanh(score / softcap)
+    if bias is not None:
+        score = score + bias
+    if seen is not None:
+        score = score.masked_fill(~seen, -math.inf)
+        weights = torch.where(seen.any(-1, keepdim=True), torch.softmax(score, -1), 0)
+    else:
+        weights = torch.softmax(score, -1)
+    return (weights @ v).transpose(1, 2), torch.logsumexp(score, -1)
+
+
+def band(seqlen_q, seqlen_k, low=None, high=None, offset=None):
+    """Where ``low <= key - (query + offset) <= high``; the offset is at the bottom right unless told."""
+    offset = seqlen_k - seqlen_q if offset is None else offset
+    away = torch.arange(seqlen_k) - torch.arange(seqlen_q)[:, None] - offset
+    return (away >= (-(10**6) if low is None else low)) & (away <= (10**6 if high is None else high))
+
+
+def same(found, wanted, *inputs):
+    """Equal results, and equal gradients of a sum that weighs every element otherwise."""
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    weight = torch.linspace(-1, 1, found.numel(), dtype=found.dtype).reshape(found.shape)
+    for got, want in zip(*(torch.autograd.grad((x * weight).sum(), inputs, retain_graph=True) for x in (found, wanted)), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-9)
+
+
+# flash_attn
+
+SIGNATURE = "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, "
+SIGNATURE += "return_attn_probs=False)"
+
+
+def test_flash_attn_signatures():
+    assert str(inspect.signature(flash_attn_func)) == f"(q, k, v, {SIGNATURE}"
+    assert str(inspect.signature(flash_attn_kvpacked_func)) == f"(q, kv, {SIGNATURE}"
+    assert str(inspect.signature(flash_attn_qkvpacked_func)) == f"(qkv, {SIGNATURE}"
+
+
+@pytest.mark.parametrize(
+    "options, low, high",
+    [
+        ({}, None, None),
+        ({"causal": True}, None, 0),
+        ({"window_size": (3, -1)}, -3, None),
+        ({"window_size": (-1, 2)}, None, 2),
+        ({"window_size": (0, 0)}, 0, 0),
+        ({"causal": True, "window_size": (2, 5)}, -2, 0),
+        ({"causal": True, "window_size": (-1, -1), "deterministic": True}, None, 0),
+    ],
+)
+@pytest.mark.parametrize("lengths", [(7, 7), (5, 9), (9, 5)])
+def test_flash_attn_sees_what_flash_attn_sees(options, low, high, lengths):
+    q, k, v = tensors((2, lengths[0], 4, 8), (2, lengths[1], 2, 8), (2, lengths[1], 2, 8))
+    same(flash_attn_func(q, k, v, **options), plain(q, k, v, seen=band(*lengths, low, high))[0], q, k, v)
+
+
+def test_flash_attn_alibi_softcap_and_scale():
+    q, k, v = tensors((2, 6, 4, 8), (2, 9, 2, 8), (2, 9, 2, 8))
+    away = (torch.arange(6)[:, None] + 3 - torch.arange(9)).abs()
+    for slopes in (torch.rand(4), torch.rand(2, 4)):
+        bias = -(slopes.double()[..., None, None] * away)
+        want = plain(q, k, v, scale=0.7, softcap=2.0, bias=bias if slopes.dim() == 2 else bias[None])[0]
+        same(flash_attn_func(q, k, v, 0.0, 0.7, False, (-1, -1), 2.0, slopes), want, q, k, v)
+    for softcap in (0.0, -1.0, 0):
+        same(flash_attn_func(q, k, v, softcap=softcap), plain(q, k, v)[0], q, k, v)
+
+
+def test_flash_attn_packed():
+    (qkv,) = tensors((2, 6, 3, 4, 8))
+    q, k, v = qkv.unbind(2)
+    same(flash_attn_qkvpacked_func(qkv, causal=True, window_size=(2, 0)), plain(q, k, v, seen=band(6, 6, -2, 0))[0], qkv)
+    q, kv = tensors((2, 6, 4, 8), (2, 9, 2, 2, 8))
+    same(flash_attn_kvpacked_func(q, kv, softmax_scale=0.4, causal=True), plain(q, *kv.unbind(2), scale=0.4, seen=band(6, 9, None, 0))[0], q, kv)
+
+
+def test_flash_attn_returns_three_without_dropout():
+    q, k, v = tensors((2, 6, 4, 8), (2, 9, 2, 8), (2, 9, 2, 8))
+    out, lse, weights = flash_attn_func(q, k, v, return_attn_probs=True)
+    want, want_lse = plain(q, k, v)
+    same(out, want, q, k, v)
+    torch.testing.assert_close(lse, want_lse)
+    assert weights.shape == (0,) and len(flash_attn_kvpacked_func(q, torch.stack((k, v), 2), return_attn_probs=True)) == 3
+    with pytest.raises(numbaflash.UnsupportedError, match="return_attn_probs with dropout_p"):
+        flash_attn_func(q, k, v, 0.1, return_attn_probs=True)
+
+
+def test_flash_attn_drops_by_torchs_generator():
+    q, k, v = tensors((1, 64, 2, 8), (1, 64, 2, 8), (1, 64, 2, 8))
+    outs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outs.append(flash_attn_func(q, k, v.detach() * 0 + 1, dropout_p=0.3))
+    assert torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
+    assert abs(outs[0].mean().item() - 1) < 0.05 and outs[0].std() > 0.01
+
+
+@pytest.mark.parametrize(
+    "error, words, options",
+    [
+        (TypeError, "window_size must be a pair of integers", {"window_size": 3}),
+        (TypeError, "window_size must be a pair of integers", {"window_size": (None, 0)}),
+        (ValueError, "window_size must be -1 .unbounded. or at least 0", {"window_size": (-2, 0)}),
+        (TypeError, "causal must be True or False", {"causal": "top_left"}),
+        (TypeError, "softcap must be a real number", {"softcap": "no"}),
+        (ValueError, "dropout must be at least 0 and below 1", {"dropout_p": 1.0}),
+        (TypeError, "alibi_slopes must be float32", {"alibi_slopes": torch.ones(4, dtype=torch.float64)}),
+        (TypeError, "deterministic must be", {"deterministic": 1}),
+        (TypeError, "return_attn_probs must be", {"return_attn_probs": 1}),
+    ],
+)
+def test_flash_attn_refuses(error, words, options):
+    q, k, v = tensors((2, 6, 4, 8), (2, 9, 2, 8), (2, 9, 2, 8))
+    with pytest.raises(error, match=words):
+        flash_attn_func(q, k, v, **options)
+
+
+def test_flash_attn_refuses_other_shapes():
+    (q,) = tensors((2, 6, 4, 8))
+    with pytest.raises(ValueError, match=r"qkv must have 5 axes \(batch, seqlen, 3, heads, head_dim\); got shape \(2, 6, 4, 8\)"):
+        flash_attn_qkvpacked_func(q)
+    with pytest.raises(ValueError, match="kv must have 5 axes"):
+        flash_attn_kvpacked_func(q, torch.zeros(2, 6, 3, 4, 8))
+    with pytest.raises(TypeError, match="kv must be a torch tensor; got ndarray"):
+        flash_attn_kvpacked_func(q, torch.zeros(2, 6, 2, 4, 8).numpy())
+
+
+# xformers
+
+
+class LowerTriangularMask:
+    def materialize(self, shape, dtype, device): ...
+
+
+class LowerTriangularMaskWithTensorBias(LowerTriangularMask):
+    def __init__(self, bias):
+        self._subtensor = bias
+
+
+class LowerTriangularFromBottomRightMask(LowerTriangularMask): ...
+
+
+class LowerTriangularFromBottomRightLocalAttentionMask(LowerTriangularFromBottomRightMask):
+    def __init__(self, window_size):
+        self._window_size = window_size
+
+
+class LocalAttentionFromBottomRightMask(LowerTriangularMask):
+    def __init__(self, window_left, window_right):
+        self.window_left, self.window_right = window_left, window_right
+
+
+class BlockDiagonalMask(LowerTriangularMask): ...
+
+
+@pytest.mark.parametrize(
+    "mask, limits",
+    [
+        (None, {}),
+        (LowerTriangularMask(), {"high": 0, "offset": 0}),
+        (LowerTriangularFromBottomRightMask(), {"high": 0}),
+        (LowerTriangularFromBottomRightLocalAttentionMask(3), {"low": -2, "high": 0}),
+        (LocalAttentionFromBottomRightMask(1, 2), {"low": -1, "high": 2}),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+@pytest.mark.parametrize("lengths", [(6, 6), (5, 9)])
+def test_xformers_masks(mask, limits, lengths):
+    q, k, v = tensors((2, lengths[0], 3, 8), (2, lengths[1], 3, 8), (2, lengths[1], 3, 10))
+    same(memory_efficient_attention(q, k, v, mask, scale=0.3), plain(q, k, v, scale=0.3, seen=band(*lengths, **limits))[0], q, k, v)
+
+
+def test_xformers_bias():
+    q, k, v, bias = tensors((2, 5, 3, 8), (2, 9, 3, 8), (2, 9, 3, 8), (1, 3, 5, 9))
+    same(memory_efficient_attention(q, k, v, bias), plain(q, k, v, bias=bias)[0], q, k, v, bias)
+    wanted = plain(q, k, v, bias=bias, seen=band(5, 9, high=0, offset=0))[0]
+    same(memory_efficient_attention(q, k, v, LowerTriangularMaskWithTensorBias(bias)), wanted, q, k, v, bias)
+    old = LowerTriangularMaskWithTensorBias(None)
+    del old._subtensor
+    old._bias = bias
+    same(memory_efficient_attention(q, k, v, old), wanted, q, k, v, bias)
+
+
+def test_xformers_without_heads_and_with_groups():
+    q, k, v, bias = tensors((2, 5, 8), (2, 9, 8), (2, 9, 6), (2, 5, 9))
+    wanted = plain(q[:, :, None], k[:, :, None], v[:, :, None], bias=bias[:, None])[0][:, :, 0]
+    same(memory_efficient_attention(q, k, v, bias), wanted, q, k, v, bias)
+    q, k, v, bias = tensors((2, 5, 2, 3, 8), (2, 9, 2, 1, 8), (2, 9, 2, 1, 8), (1, 2, 3, 5, 9))
+    wide = [x.expand(-1, -1, -1, 3, -1) for x in (k, v)]
+    wanted = plain(q.flatten(2, 3), k[:, :, :, 0], v[:, :, :, 0], bias=bias.flatten(1, 2))[0].unflatten(2, (2, 3))
+    same(memory_efficient_attention(q, *wide, bias), wanted, q, k, v, bias)
+    same(memory_efficient_attention(q, *(x.contiguous() for x in wide), bias), wanted, q, k, v, bias)
+
+
+def test_xformers_bias_of_groups_broadcasts():
+    q, k, v = tensors((2, 5, 2, 3, 8), (2, 9, 2, 3, 8), (2, 9, 2, 3, 8))
+    for shape in ((2, 1, 1, 5, 9), (1, 2, 1, 1, 9), (1, 1, 3, 5, 1)):
+        (bias,) = tensors(shape)
+        whole = bias.expand(-1, 2, 3, -1, -1).flatten(1, 2)
+        wanted = plain(*(x.flatten(2, 3) for x in (q, k, v)), bias=whole)[0].unflatten(2, (2, 3))
+        same(memory_efficient_attention(q, k, v, bias), wanted, q, k, v, bias)
+    with pytest.raises(ValueError, match=r"groups and heads of query \(axes 1 and 2\), \(2, 3\); got \(1, 3, 2, 5, 9\)"):
+        memory_efficient_attention(q, k, v, torch.zeros(1, 3, 2, 5, 9))
+
+
+def test_xformers_drops_and_keeps_the_mean():
+    q, k, v = tensors((1, 64, 2, 8), (1, 64, 2, 8), (1, 64, 2, 8))
+    torch.manual_seed(0)
+    out = memory_efficient_attention(q, k, v * 0 + 1, p=0.3)
+    assert abs(out.mean().item() - 1) < 0.05 and out.std() > 0.01
+
+
+def test_xformers_refuses():
+    q, k, v = tensors((2, 5, 3, 8), (2, 9, 3, 8), (2, 9, 3, 8))
+    for error, words, options in (
+        (
+            numbaflash.UnsupportedError,
+            "attn_bias must be None, a tensor, LowerTriangularMask, .*; got BlockDiagonalMask",
+            {"attn_bias": BlockDiagonalMask()},
+        ),
+        (TypeError, "attn_bias must be None, a tensor or a mask of xformers; got str", {"attn_bias": "causal"}),
+        (TypeError, "attn_bias must be of a float dtype; got torch.bool", {"attn_bias": torch.ones(1, 1, 5, 9, dtype=torch.bool)}),
+        (ValueError, "as many axes as query, 4", {"attn_bias": torch.ones(5, 9)}),
+        (ValueError, "bias must broadcast", {"attn_bias": torch.ones(1, 1, 5, 8)}),
+        (ValueError, "op must be None", {"op": ("a", "b")}),
+        (numbaflash.UnsupportedError, "output_dtype must be that of query", {"output_dtype": torch.float16}),
+        (ValueError, "dropout must be", {"p": 2}),
+    ):
+        with pytest.raises(error, match=words):
+            memory_efficient_attention(q, k, v, **options)
+    with pytest.raises(ValueError, match="3, 4 or 5 axes; got 4 of query and 3 of key"):
+        memory_efficient_attention(q, k[0], v)
+    with pytest.raises(TypeError, match="query must be a torch tensor"):
+        memory_efficient_attention(q.detach().numpy(), k, v)
+    causal_bias = pytest.importorskip("torch.nn.attention.bias").causal_lower_right(5, 9)
+    with pytest.raises(numbaflash.UnsupportedError, match="got CausalBias"):
+        memory_efficient_attention(q, k, v, causal_bias)
+
+
+def test_compiled_as_one_graph():
+    qkv, bias = tensors((2, 16, 3, 4, 8), (1, 4, 16, 16))
+
+    def packed(qkv, bias):
+        return flash_attn_qkvpacked_func(qkv.sin(), causal=True, window_size=(3, -1), softcap=3.0) + 0 * bias.sum()
+
+    def biased(qkv, bias):
+        return memory_efficient_attention(*qkv.sin().unbind(2), bias)
+
+    for function in (packed, biased):
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        same(compiled(qkv, bias), function(qkv, bias), qkv, bias)
+
+
+def test_nothing_more_is_imported():
+    code = (
+        "import sys, numbaflash.compat\n"
+        "assert 'torch' not in sys.modules\n"
+        "import numbaflash.compat.flash_attn, numbaflash.compat.xformers\n"
+        "assert not {'flash_attn', 'xformers', 'transformers', 'jax', 'cupy'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
