@@ -104,12 +104,14 @@ class Band:
 
 @dataclass(frozen=True, slots=True)
 class KeyBand:
-    """The same seen from the keys: which blocks of queries see a tile of keys. Sizes and bounds that are compiled in."""
+    """The same seen from the keys: which blocks of queries see a tile of keys. Sizes and bounds that are compiled in, and whether tiles may lie past
+    the last key."""
 
     kv_tile: int
     q_block: int
     left: bool
     right: bool
+    padded: bool = False
 
     def _blocks(self, ops, tile, bounds):
         """(first, plain_first, plain_end, end): blocks that see a key of the tile; from the plain ones every query sees every key.
@@ -120,6 +122,8 @@ class KeyBand:
         key = tile * self.kv_tile
         last_key = key + (self.kv_tile - 1)
         first, end = ops.integer(0), (seqlen_q + (self.q_block - 1)) // self.q_block
+        if self.padded:
+            end = ops.select(key < seqlen_k, end, 0)
         if self.right:
             first = ops.maximum(ops.minimum((key - offset - right) // self.q_block, end), 0)
         if self.left:
@@ -151,8 +155,10 @@ class KeyBand:
         """``f(tile, block, bounds, tiles)``: tiles that see the block before this one does, in the order of keys or the last ones first."""
 
         def body(ops, tile, block, bounds, tiles):
-            _, _, offset, left, right = bounds
+            _, seqlen_k, offset, left, right = bounds
             query = block * self.q_block + offset
+            if self.padded:
+                tiles = (seqlen_k + (self.kv_tile - 1)) // self.kv_tile
             if last_first:
                 last = (query + (self.q_block - 1) + right) // self.kv_tile if self.right else tiles - 1
                 return ops.minimum(last, tiles - 1) - tile

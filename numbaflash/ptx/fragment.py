@@ -107,6 +107,18 @@ def select_rows(columns):
     return _elementwise(columns, (types.UniTuple(I32, 2),), element)
 
 
+def spoilt(columns):
+    """``f(x) -> int32``: 1 where an element is NaN or an infinity, else 0."""
+
+    def generate(builder, args, llvm_result):
+        total = zero = ir.Constant(llvm_f32, 0.0)
+        for x in unpack(builder, args[0], columns // 2):
+            total = _fma(builder, x, zero, total)
+        return builder.zext(builder.fcmp_unordered("!=", total, zero), llvm_i32)
+
+    return make_intrinsic(I32, (fragment(columns),), generate)
+
+
 def negate(columns):
     return _elementwise(columns, (), lambda builder, x, i, a: _negate(builder, x))
 
@@ -238,6 +250,17 @@ def _column_values(builder, address, columns):
         pair = emit(builder, ir.LiteralStructType([llvm_f32] * 2), [address], text, "=f,=f,r,~{memory}")
         pairs.append(unpack(builder, pair, 2))
     return lambda i: pairs[i >> 2][i & 1]
+
+
+def column_values(columns):
+    """``f(address) -> values``: a float32 for each of the thread's columns, from shared memory; the address is that of its first column's."""
+    kind = types.UniTuple(F32, columns // 4)
+
+    def generate(builder, args, llvm_result):
+        value = _column_values(builder, args[0], columns)
+        return pack(builder, llvm_result, [value(4 * (n // 2) + n % 2) for n in range(columns // 4)])
+
+    return make_intrinsic(kind, (U32,), generate)
 
 
 def probabilities(columns):

@@ -110,7 +110,7 @@ def resources(plan: Plan) -> dict[str, Any]:
 
 def parameters(plan: Plan) -> list:
     """Kernel parameters of a plan, as the kernel lists them."""
-    problem, _ = kernel_keys(plan.problem)  # keys that no query sees are not even loaded: whatever they hold stays outside
+    problem, first_key = kernel_keys(plan.problem)  # keys that no query sees are not even loaded: whatever they hold stays outside
     config, layouts = plan.config, plan.layouts
     blocks_of_tile = kv_blocks(problem, config)
     columns = problem.batch * problem.heads // config.pack
@@ -141,5 +141,5 @@ def parameters(plan: Plan) -> list:
         toolchain.Pointer("lse"),
         *(toolchain.Scalar("int32", n) for n in integers),
         toolchain.Scalar("float32", scale),
-        *config.options.arguments(plan.problem, layouts),
+        *config.options.arguments(plan.problem, layouts, first_key),
     ]

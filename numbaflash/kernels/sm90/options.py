@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ... import toolchain
-from ...dispatch import Layout, Layouts, contiguous_strides
+from ...dispatch import BackwardLayouts, Layout, Layouts, contiguous_strides
 from ...problem import ITEMSIZE, Problem, trim_keys
 from ..dropout import keep_limit
 
 FEATURES = frozenset({"softcap", "mask", "bias", "alibi_slopes", "sinks", "dropout", "seqlens_q", "seqlens_k"})
-"""`Problem.features` that the forward kernel has."""
+"""`Problem.features` that the kernels have, forward and gradients."""
 
 KEYS_OF_A_DRAW = 32
 """Keys that share random bits of dropout: blocks of keys start at multiples of it."""
@@ -29,7 +29,7 @@ _AXES = {
 }
 
 _LOW_CAP = 64.0
-"""Up to this softcap the error of tanh, 3e-7 of the cap, is one of a score's own rounding; see `scores.capped`."""
+"""Up to this softcap the error of tanh, 3e-7 of the cap, is one of a score's own rounding; see `scores.tanh`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class Access:
     ----------
     dtype : str
     by_row, by_column : bool
-        Whether the elements differ from row to row of a tile, and along the keys.
+        Whether the elements differ from row to row of a block of scores, and from column to column.
     pairs : bool
-        Two neighbours along the keys are one load.
+        Two neighbours along a row are one load.
     """
 
     dtype: str
@@ -64,6 +64,12 @@ class Access:
             and layout.alignment % pair == 0
             and not any(step % pair for step in (of_batch, of_head, of_query)),
         )
+
+    @classmethod
+    def of_gradients(cls, name: str, problem: Problem, layout: Layout, pack: int) -> Access:
+        """Where the rows of a tile are keys: an element is a load."""
+        _, _, of_query, of_key = steps(layout)
+        return cls(problem.dtype_of(name), by_row=of_key != 0, by_column=of_query != 0, pairs=False)
 
 
 def steps(layout: Layout) -> tuple[int, ...]:
@@ -98,15 +104,15 @@ class Options:
     per_entry: bool = False
 
     @classmethod
-    def of(cls, problem: Problem, layouts: Layouts | None, pack: int) -> Options:
-        """Those of a problem; without layouts, mask and bias are taken to be row-major."""
+    def of(cls, problem: Problem, layouts: Layouts | BackwardLayouts | None, pack: int = 1, access_of=Access.of) -> Options:
+        """Those of a problem; without layouts, mask and bias are taken to be row-major. ``access_of`` is `Access.of` or `Access.of_gradients`."""
 
         def access(name):
             if name not in problem.options:
                 return None
             shape = problem.shape_of(name)
             layout = layouts and getattr(layouts, name) or Layout(shape, contiguous_strides(shape, ITEMSIZE[problem.dtype_of(name)]))
-            return Access.of(name, problem, layout, pack)
+            return access_of(name, problem, layout, pack)
 
         return cls(
             softcap=None if problem.softcap is None else "low" if problem.softcap <= _LOW_CAP else "high",
@@ -124,6 +130,16 @@ class Options:
         return self != Options()
 
     @property
+    def of_products(self) -> Options:
+        """What remains for the gradients' products: they know of sinks by the LSE."""
+        return replace(self, sinks=False)
+
+    @property
+    def of_rows(self) -> Options:
+        """What remains where no scores are computed."""
+        return Options(sinks=self.sinks, seqlens_q=self.seqlens_q)
+
+    @property
     def lengths(self) -> bool:
         return bool(self.seqlens_q or self.seqlens_k)
 
@@ -136,6 +152,11 @@ class Options:
     def reads(self) -> bool:
         """There is something to read for each score."""
         return bool(self.mask or self.bias)
+
+    @property
+    def hides(self) -> bool:
+        """Beyond the band, pairs may be hidden, or have scores of -inf."""
+        return bool(self.mask or self.bias or self.lengths)
 
     @property
     def lowest_scores(self) -> bool:
@@ -158,9 +179,8 @@ class Options:
             found += [("first_key", "int32"), ("seed", "pointer"), ("keep_limit", "int32"), ("keep_factor", "float32")]
         return tuple(found)
 
-    def arguments(self, problem: Problem, layouts: Layouts) -> list:
-        """The same as the toolchain takes them, for the whole problem."""
-        first = kernel_keys(problem)[1]
+    def arguments(self, problem: Problem, layouts: Layouts | BackwardLayouts, first: int = 0) -> list:
+        """The same as the toolchain takes them, for the whole problem; the kernel counts keys from the ``first`` on."""
         values = {"first_key": first, "scale": _float32(problem.scale)}
         if self.softcap:
             cap, slope = problem.softcap, problem.scale / problem.softcap

@@ -1,4 +1,6 @@
-"""What options do to a thread's scores: `Scores.change` is the one place where a score is changed, `Scores.hide` the one where a mask hides.
+"""What options do to a thread's scores: `changed` is the one place where a score is changed, `is_shown` the one where a mask hides.
+
+The gradients share both; what they do with a block of scores, whose rows are keys, is in `backward.scores`.
 
 A thread has columns ``2 * (lane % 4) + 8 * n + {0, 1}`` of two rows, 8 apart, of a block of scores (`numbaflash.ptx.fragment`). What it needs to
 know of its rows in a tile it finds out once, as its *seat*; what it reads for a block, elements of the mask and the bias, are the block's *words*,
@@ -84,11 +86,11 @@ class Scores:
             rows = [(ops.minimum(r // pack, seqlen_q - 1), head * pack + r % pack) for r in (row, row + 8)]
             for name, access in (("mask", self.options.mask), ("bias", self.options.bias)):
                 for r, (query, query_head) in enumerate(rows[: 1 + access.by_row] if access else ()):
-                    seat[f"{name}{r}"] = _element(ops, named, name, batch=batch, head=query_head, query=query, key=column)
+                    seat[f"{name}{r}"] = element(ops, named, name, batch=batch, head=query_head, query=query, key=column)
             seat["columns"] = bounds[1] - column
             for r, (query, query_head) in enumerate(rows):
                 if self.options.alibi:
-                    slope = ops.fetch("f32", _element(ops, named, "alibi_slopes", batch=batch, head=query_head), 0)
+                    slope = ops.fetch("f32", element(ops, named, "alibi_slopes", batch=batch, head=query_head), 0)
                     seat |= {f"fall{r}": slope * -1.0, f"place{r}": query + bounds[2] - column}
             if self.options.dropout:
                 seat |= {"query": row, "key": column + named["first_key"], "head": head, "batch": batch}
@@ -167,18 +169,9 @@ class Scores:
             scores = []
             for i, x in enumerate(s):
                 row, column = (i >> 1) & 1, 8 * (i >> 2) + (i & 1)
-                more = None
-                if options_of.alibi:
-                    more = ops.absolute(places[row] - float(column)) * seat[f"fall{row}"]
-                if options_of.bias:
-                    bias = self._bias(ops, words, i)
-                    more = bias if more is None else more + bias
-                if options_of.softcap:
-                    x = capped(ops, options_of.softcap, x, named)
-                    x = x if more is None else x + more
-                else:
-                    x = ops.fma(x, named["scale"], more)
-                scores.append(x)
+                fall = ops.absolute(places[row] - float(column)) * seat[f"fall{row}"] if options_of.alibi else None
+                bias = self._bias(ops, words, i) if options_of.bias else None
+                scores.append(changed(ops, options_of, named, x, fall, bias)[0])
             return scores
 
         return straight_line(kind, (kind, self.words, self.seat, I32, self._given), body)
@@ -197,8 +190,7 @@ class Scores:
         def body(ops, s, words):
             found = []
             for i, x in enumerate(s):
-                word, half = self._word(access, words, i)
-                found.append(ops.select((word & (0xFF00 if half else 0xFF)) != 0, x, -math.inf))
+                found.append(ops.select(is_shown(*self._word(access, words, i)), x, -math.inf))
             return found
 
         return straight_line(kind, (kind, self.words), body)
@@ -238,7 +230,7 @@ class Scores:
                 if not self.options.changes:
                     top = top * (scale_log2 * LN2)
                 if self.options.sinks:
-                    sink = ops.fetch("f32", _element(ops, named, "sinks", head=head * pack + (row + 8 * r) % pack), 0)
+                    sink = ops.fetch("f32", element(ops, named, "sinks", head=head * pack + (row + 8 * r) % pack), 0)
                     keys, top = top, ops.maximum(top, sink)
                     base = ops.select(top == -math.inf, ops.constant("float32", 0.0), top)
                     factor = ops.exp2((keys - base) * LOG2E)
@@ -262,8 +254,8 @@ class Scores:
         def body(ops, batch, bounds, options):
             named = self._named(options)
             seqlen_q, seqlen_k, offset, *window = bounds
-            length_q = self._length(ops, named, "seqlens_q", batch, seqlen_q)
-            length_k = self._length(ops, named, "seqlens_k", batch, seqlen_k)  # no key is cut off before the first one where there are lengths
+            length_q = length_of(ops, self.options, named, "seqlens_q", batch, seqlen_q)
+            length_k = length_of(ops, self.options, named, "seqlens_k", batch, seqlen_k)  # no key is cut off before the first one where there are lengths
             if self.options.per_entry:
                 offset = length_k - length_q
             end = length_k
@@ -272,15 +264,6 @@ class Scores:
             return [length_q, end, offset, *window]
 
         return straight_line(BOUNDS, (I32, BOUNDS, self._given), body)
-
-    def _length(self, ops, named, name, batch, most):
-        dtype = getattr(self.options, name)
-        if not dtype:
-            return most
-        length = ops.fetch("s64" if dtype == "int64" else "b32", _element(ops, named, name, batch=batch), 0)
-        if dtype == "int64":
-            length = ops.narrow(ops.maximum(ops.minimum(length, ops.wide(most)), ops.wide(ops.integer(0))))
-        return ops.minimum(ops.maximum(length, ops.integer(0)), most)
 
     def seen_keys(self, left: bool):
         """``f(block, bounds) -> (first, end)``: of a block, the keys that some query of a batch entry may see as far as lengths and band go."""
@@ -306,14 +289,25 @@ class Scores:
             if right:
                 seen &= place + bounds[4] >= key
             if self.options.mask:
-                element = _element(ops, named, "mask", batch=batch, head=head * pack + row % pack, query=query, key=key)
-                seen &= ops.fetch("u8", element, 0, ops.truth(seen)) != 0
+                address = element(ops, named, "mask", batch=batch, head=head * pack + row % pack, query=query, key=key)
+                seen &= ops.fetch("u8", address, 0, ops.truth(seen)) != 0
             return ops.truth(seen)
 
         return straight_line(I32, (*(I32,) * 4, BOUNDS, self._given), body)
 
 
-def _element(ops, named, name, **indices):
+def length_of(ops, options: Options, named, name, batch, most):
+    """Straight-line length of a batch entry."""
+    dtype = getattr(options, name)
+    if not dtype:
+        return most
+    length = ops.fetch("s64" if dtype == "int64" else "b32", element(ops, named, name, batch=batch), 0)
+    if dtype == "int64":
+        length = ops.narrow(ops.maximum(ops.minimum(length, ops.wide(most)), ops.wide(ops.integer(0))))
+    return ops.minimum(ops.maximum(length, ops.integer(0)), most)
+
+
+def element(ops, named, name, **indices):
     """Address of an element of an option's array."""
     address = named[name]
     for axis, index in indices.items():
@@ -321,8 +315,29 @@ def _element(ops, named, name, **indices):
     return address
 
 
-def capped(ops, cap: str, product, named):
-    """Straight-line ``cap * tanh(scale * product / cap)``.
+def is_shown(word, byte: int):
+    """Straight-line condition: whether that byte of a word, an element of a mask, shows its pair."""
+    return (word & _signed(0xFF << 8 * byte)) != 0
+
+
+def _signed(word: int) -> int:
+    return word - 2**32 if word >= 2**31 else word
+
+
+def changed(ops, options: Options, named, product, fall, bias):
+    """Straight-line ``(score, slope)`` of a product, in natural units: what is added to it, ALiBi's fall and an element of the bias, is None where there
+    is none of it. ``slope`` is the derivative of the score by the scaled product, None for 1.
+    """
+    more = bias if fall is None else fall if bias is None else fall + bias
+    if not options.softcap:
+        return ops.fma(product, named["scale"], more), None
+    t = tanh(ops, options.softcap, product, named)
+    score = t * named["cap"]
+    return score if more is None else score + more, 1.0 - t * t
+
+
+def tanh(ops, cap: str, product, named):
+    """Straight-line ``tanh(scale * product / cap)``.
 
     ``tanh(y) = 1 - 2 / (1 + exp(2 y))`` errs by some 3e-7, in proportion to the cap. For a "high" one small arguments take a series, and the error
     is one of the score: 1e-6.
@@ -336,4 +351,4 @@ def capped(ops, cap: str, product, named):
         for coefficient in _TANH[1:]:
             series = ops.fma(series, square, ops.constant("float32", coefficient))
         t = ops.select(ops.absolute(y) < _SERIES_UP_TO, ops.fma(y * square, series, y), t)
-    return t * named["cap"]
+    return t

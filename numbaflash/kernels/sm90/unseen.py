@@ -19,7 +19,7 @@ from .scores import Scores
 
 inline = cuda.jit(device=True, inline="always")
 
-_ROWS = 4  # that a warp looks at together: 8 lanes a row of a panel
+ROWS = 4  # that a warp looks at together: 8 lanes a row of a panel
 
 
 def build(config: ForwardConfig):
@@ -29,7 +29,7 @@ def build(config: ForwardConfig):
     panels, panel_bytes, kv_block, q_tile, pack = memory.v_panels, memory.kv_panel_bytes, config.kv_block, config.q_tile, config.pack
     masked = config.options.mask is not None
     of_stage = pipeline.slot(memory.v_bytes)
-    scan, blank = _scan(config.element, panels, panel_bytes), _blank(panels, panel_bytes)
+    scan, blank = scan_rows(config.element, panels, panel_bytes), blank_row(panels, panel_bytes)
     of_scores = Scores(kv_block, config.options)
     seen_keys, sees = of_scores.seen_keys(config.left), of_scores.sees(pack, config.left, config.right)
 
@@ -37,12 +37,12 @@ def build(config: ForwardConfig):
     lies_in = straight_line(int32, (int32,) * 3, lambda ops, row, first, end: ops.truth((row >= first) & (row < end)))
     key_of = straight_line(int32, (int32, int32), lambda ops, block, row: block * kv_block + row)
     row_of = straight_line(int32, (int32, int32), lambda ops, q_block, row: q_block * q_tile + row)
-    first_row = straight_line(int32, (int32,), lambda ops, inspector: inspector * _ROWS)
-    next_rows = straight_line(int32, (int32,), lambda ops, row: row + INSPECTORS * _ROWS)
-    past_rows = straight_line(int32, (int32,), lambda ops, row: row + _ROWS)
+    first_row = straight_line(int32, (int32,), lambda ops, inspector: inspector * ROWS)
+    next_rows = straight_line(int32, (int32,), lambda ops, row: row + INSPECTORS * ROWS)
+    past_rows = straight_line(int32, (int32,), lambda ops, row: row + ROWS)
     next_row = straight_line(int32, (int32,), lambda ops, row: row + 1)
     next_lanes = straight_line(int32, (int32,), lambda ops, row: row + 32)
-    of_row = straight_line(int32, (int32, int32), lambda ops, suspects, row: (suspects >> ((row & (_ROWS - 1)) << 3)) & 0xFF)
+    of_row = straight_line(int32, (int32, int32), lambda ops, suspects, row: (suspects >> ((row & (ROWS - 1)) << 3)) & 0xFF)
 
     @inline
     def is_seen(row, block, lane, q_block, batch, head, bounds, first, end, options):
@@ -77,7 +77,7 @@ def build(config: ForwardConfig):
     return inspect
 
 
-def _scan(element, panels, panel_bytes):
+def scan_rows(element, panels, panel_bytes):
     """``f(stage, rows, lane) -> int32``: a bit for each lane that finds NaN or infinity; 8 lanes a row, of 4 rows from ``rows`` on."""
     fma = f"fma.rn.{'f16x2' if element == 'f16' else 'bf16x2'} t, v{{n}}, z, t;"  # 0 * NaN is NaN, and so is 0 * infinity
     lines = ["{.reg .b32 v0, v1, v2, v3, z, t; .reg .pred p;", "mov.b32 z, 0; mov.b32 t, 0;"]
@@ -95,7 +95,7 @@ def _scan(element, panels, panel_bytes):
     return make_intrinsic(I32, (U32, I32, I32), generate)
 
 
-def _blank(panels, panel_bytes):
+def blank_row(panels, panel_bytes):
     """``f(stage, row, lane)``: zeros in a row of all panels, 16 bytes a lane."""
 
     def generate(builder, args, _):

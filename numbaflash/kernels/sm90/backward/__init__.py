@@ -20,6 +20,7 @@ from .config import (
     L2_BYTES,
     PART_ROWS,
     ROW_THREADS,
+    SINK_THREADS,
     TICKET_BYTES,
     BackwardConfig,
     SharedMemory,
@@ -29,7 +30,7 @@ from .config import (
     visible_queries,
 )
 
-FEATURES = frozenset()
+FEATURES = sm90.options.FEATURES - {"bias"}
 """`Problem.features` that the kernels have."""
 
 _BUILD = "numbaflash.kernels.sm90.backward."
@@ -46,14 +47,7 @@ def supports(problem: Problem, device: Device) -> tuple[str, ...]:
 
 def plan(problem: Problem, layouts: BackwardLayouts, device: Device, deterministic: bool) -> Plan:
     """Choose tiles and grid, and which operands must be copied because TMA cannot read them in place."""
-    config = backward_config(
-        problem,
-        blocks=device.sm_count,
-        with_dq=layouts.dq is not None,
-        with_dk=layouts.dk is not None,
-        with_dv=layouts.dv is not None,
-        deterministic=deterministic,
-    )
+    config = backward_config(problem, layouts, blocks=device.sm_count, deterministic=deterministic)
     copies, seen = {}, {}
     for name in ("dout", "q", "k", "v", "out", "dq", "dk", "dv"):
         layout = getattr(layouts, name)
@@ -68,6 +62,8 @@ def plan(problem: Problem, layouts: BackwardLayouts, device: Device, determinist
             copies[name] = "the kernel reads it row-major"
             layout = row_major(layout, 4)
         seen[name] = layout
+    for name in ("mask", "bias", "alibi_slopes", "sinks", "seqlens_q", "seqlens_k", "dbias", "dsinks"):
+        seen[name] = getattr(layouts, name)
     tiles = -(-problem.seqlen_k // config.kv_tile) * problem.batch * problem.kv_heads
     return Plan(
         "sm90",
@@ -99,7 +95,7 @@ class _Workspace:
         self.parts = config.parts
         self.size = 0
         self.shifts = self._place(4 * self.blocks * config.q_block)
-        self.deltas = self._place(4 * self.blocks * config.q_block if config.with_ds else 0)
+        self.deltas = self._place(4 * self.blocks * config.q_block if config.with_deltas else 0)
         self.sums = self._place(self.blocks * self.parts * SharedMemory.of(config).part_bytes if config.with_dq else 0)
         self.turns = self._place(TICKET_BYTES + 4 * self.blocks * self.parts) + TICKET_BYTES if config.deterministic else 0
 
@@ -119,25 +115,46 @@ def launches(plan: Plan) -> list[tuple[toolchain.KernelRequest, list, tuple, int
     config = plan.config
     workspace = _Workspace(plan.problem, config)
 
-    def kernel(build):
+    def kernel(build, config=config):
         return toolchain.KernelRequest(_BUILD + build, config, _ARCH)
 
     steps = [(kernel("passes:build_rows"), _row_parameters(plan, workspace), (workspace.blocks,), ROW_THREADS, 0)]
-    steps.append((kernel("kernel:build"), _parameters(plan, workspace), plan.grid, plan.threads, plan.shared_bytes))
+    if config.with_products:
+        steps.append((kernel("kernel:build", config.of_products), _parameters(plan, workspace), plan.grid, plan.threads, plan.shared_bytes))
     if config.with_dq:
         threads, shared_bytes = 128 * workspace.parts, 1024 + 2 * PART_ROWS * config.part_columns * workspace.parts
         steps.append((kernel("passes:build_dq"), _dq_parameters(plan, workspace), (workspace.blocks,), threads, shared_bytes))
+    if config.with_dsinks:
+        steps.append((kernel("passes:build_dsinks"), _sink_parameters(plan, workspace), (plan.problem.heads,), SINK_THREADS, 0))
     return steps
 
 
 def _row_parameters(plan, workspace):
     layouts, problem = plan.layouts, plan.problem
     strides = [*layouts.dout.strides[:3], *layouts.out.strides[:3]]
+    given = []
+    if plan.config.options:
+        given = [toolchain.Pointer("q"), *(toolchain.Scalar("int64", n) for n in layouts.q.strides[:3])]
+        given += plan.config.options.of_rows.arguments(problem, layouts)
     return [
         *(toolchain.Pointer(name) for name in ("dout", "out", "lse", "dlse")),
         *(toolchain.Pointer("workspace", offset) for offset in (workspace.shifts, workspace.deltas, workspace.sums, workspace.turns)),
         *(toolchain.Scalar("int64", n) for n in strides),
         *(toolchain.Scalar("int32", n) for n in (problem.seqlen_q, problem.heads, workspace.q_blocks)),
+        *given,
+    ]
+
+
+def _sink_parameters(plan, workspace):
+    problem, (stride,) = plan.problem, plan.layouts.dsinks.strides
+    integers = (problem.batch, problem.seqlen_q, problem.heads, workspace.q_blocks * plan.config.q_block)
+    return [
+        toolchain.Pointer("dsinks"),
+        toolchain.Scalar("int64", stride),
+        toolchain.Pointer("lse"),
+        toolchain.Pointer("workspace", workspace.deltas),
+        *(toolchain.Scalar("int32", n) for n in integers),
+        *plan.config.options.of_rows.arguments(problem, plan.layouts),
     ]
 
 
@@ -166,8 +183,9 @@ def _parameters(plan, workspace):
         section,
         len(costs) * columns,
     )
+    in_base_2 = math.log2(math.e) * (1.0 if config.options.changes else problem.scale)
     with np.errstate(over="ignore"):
-        factors = [float(np.float32(x)) for x in (problem.scale * math.log2(math.e), problem.scale)]
+        factors = [float(np.float32(x)) for x in (in_base_2, problem.scale)]
     return [
         rows_map("q", dtype, layouts.q, config.q_block, first_query, queries),
         rows_map("k", dtype, layouts.k, config.kv_tile, first_key, keys.seqlen_k),
@@ -179,6 +197,7 @@ def _parameters(plan, workspace):
         *(toolchain.Pointer("workspace", offset) for offset in (workspace.shifts, workspace.deltas, workspace.sums, workspace.turns)),
         *(toolchain.Scalar("int32", n) for n in integers),
         *(toolchain.Scalar("float32", x) for x in factors),
+        *config.of_products.options.arguments(problem, layouts),
     ]  # fmt: skip
 
 
@@ -223,5 +242,5 @@ def prepare(plan: Plan) -> Launch:
 
 def resources(plan: Plan) -> dict[str, Any]:
     """What ptxas says about the main kernel of a plan, and the spills of all; builds them if need be."""
-    rows, main, *others = request(plan)
-    return toolchain.kernel_report(main, rows, *others)
+    main, *others = sorted(request(plan), key=lambda each: each.build != _BUILD + "kernel:build")
+    return toolchain.kernel_report(main, *others)

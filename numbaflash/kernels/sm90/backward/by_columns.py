@@ -16,7 +16,9 @@ from ....ptx import fragment, mbarrier, pipeline, tma, warp, wgmma
 from ....ptx.index import following, plus, zero
 from ....ptx.straight import straight_line
 from ...bands import KeyBand
+from . import unseen
 from .config import BackwardConfig, SharedMemory
+from .scores import KeyScores
 from .work import Work
 
 inline = cuda.jit(device=True, inline="always")
@@ -24,7 +26,9 @@ inline = cuda.jit(device=True, inline="always")
 ALL = 1  # named barrier of all consumers
 MAY_ADD, ADDED = 2, 5  # of the first consumer, shared with the warp that keeps its turns
 
-Consumer = namedtuple("Consumer", "w thread lane limits k v q_half dout_half pds first_query k_part q_part dout_part columns scale_log2")
+Consumer = namedtuple(
+    "Consumer", "w thread lane limits k v q_half dout_half pds first_query k_part q_part dout_part columns scale_log2 first_head group seat options"
+)
 """What a step needs beside its state: descriptors, addresses, and the queries that the thread's keys are seen by."""
 
 
@@ -57,7 +61,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     wait_scores_before_dk, wait_value_scores_before_dk = wgmma.wait(2, half), wgmma.wait(1, half)
     wait_dv_before_dq, wait_dk_alone = wgmma.wait(1, dv_part), wgmma.wait(0, d_part)
     scale_dk = fragment.scale(d_part)
-    bounded, select_dk, select_dv = config.bounded, fragment.select_rows(d_part), fragment.select_rows(dv_part)
+    select_dk, select_dv = fragment.select_rows(d_part), fragment.select_rows(dv_part)
     probabilities, score_gradients = fragment.probabilities(half), fragment.score_gradients(half)
     mask = fragment.mask_band(half, True, config.left, 0.0, q_block)
     to_16bit, dk_to_16bit, dv_to_16bit = (fragment.to_16bit(n, config.element) for n in (half, d_part, dv_part))
@@ -67,6 +71,18 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     add_part = fragment.add_plain(d_part)
     advance, only = pipeline.advance(config.stages), pipeline.start(0)
     values_at, pds_slot = pipeline.slot(memory.row_bytes), pipeline.slot(memory.ds_bytes)
+
+    # What options do; each of these is compiled in only where there is one that needs it.
+    options_of, cleans, hides = config.options, config.cleans_queries, config.bounded or bool(options_of.mask) or options_of.lengths
+    with_options, drops = bool(options_of), options_of.dropout
+    of_scores = KeyScores(half, q_block, options_of, config.left)
+    take_seat, fetch, no_words, keep_factor = of_scores.take_seat(), of_scores.fetch(), of_scores.no_words(), of_scores.keep_factor()
+    fetches, splits = of_scores.fetches, of_scores.splits
+    column_values, scale_dv = fragment.column_values(half), fragment.scale(dv_part)
+    clean = unseen.queries(config, memory) if cleans else None
+    clean_keys, seen_rows = unseen.keys(config, memory) if options_of.hides else (None, None)
+    masked_keys, spoilt_dk, spoilt_dv = bool(options_of.mask), fragment.spoilt(d_part), fragment.spoilt(dv_part)
+    first_head = straight_line(int32, (int32, int32), lambda ops, kv_head, group: kv_head * group)
 
     # Index arithmetic.
     band = KeyBand(kv_tile, q_block, config.left, config.right)
@@ -104,12 +120,17 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     key_of_thread = straight_line(int32, (int32,) * 2, lambda ops, n, thread: n * kv_tile + (thread >> 5) * 16 + ((thread & 31) >> 2))
 
     @inline
-    def prepare(tid, warpgroup, n, bounds, s_k, s_v, s_q, s_dout, s_ds, s_dq, scale_log2):
+    def prepare(tid, warpgroup, n, batch, kv_head, group, seqlen_k, bounds, s_k, s_v, s_q, s_dout, s_ds, s_dq, scale_log2, options):
         w, thread, lane, key, first_query, column = place_of_thread(tid, warpgroup, n)
         q_half, dout_half, k_part, q_part, dout_part, columns = places_of_consumer(w, column, s_k, s_q, s_dout)
+        limits = limits_of_keys(key, column, bounds)
+        seat = limits
+        if with_options:
+            seat = take_seat(key, column, batch, seqlen_k, bounds, options)
         return Consumer(
-            w, thread, lane, limits_of_keys(key, column, bounds), row_operand(s_k, only()), row_operand(s_v, only()), q_half, dout_half,
+            w, thread, lane, limits, row_operand(s_k, only()), row_operand(s_v, only()), q_half, dout_half,
             s_ds, first_query, k_part_operand(k_part, only()), q_part, dout_part, columns, scale_log2,
+            first_head(kv_head, group), group, seat, options,
         )  # fmt: skip
 
     @inline
@@ -125,16 +146,46 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
             warp.barrier_sync(plus(my.w, MAY_ADD), 160)
         add_part(dq, part_at(sums, my.w, number), my.thread)
 
+    def make_weights(masked):
+        weigh, differentiate = of_scores.weigh(masked), of_scores.differentiate(masked)
+
+        @inline
+        def weights(s, words, place, m, head, ring, my):
+            """P^T as dV needs it, and as the gradient of the scores does."""
+            if with_options:
+                shifts = column_values(plus(values_at(ring.shifts, place), my.columns))
+                return weigh(s, shifts, words, my.seat, m, head, my.limits, my.scale_log2, my.options)
+            p = probabilities(s, plus(values_at(ring.shifts, place), my.columns), my.scale_log2)
+            if masked:
+                p = mask(p, m, my.limits)
+            return p, p
+
+        @inline
+        def gradients(p, dp, place, m, ring, my):
+            """dS^T."""
+            if with_options:
+                return differentiate(p, dp, column_values(plus(values_at(ring.deltas, place), my.columns)), my.options)
+            ds = score_gradients(p, dp, plus(values_at(ring.deltas, place), my.columns))
+            if masked:
+                ds = mask(ds, m, my.limits)
+            return ds
+
+        return weights, gradients
+
     # With overlap, dK is a block behind: its product runs while the probabilities of the next block are computed.
 
     def make_overlapped_step(masked, is_first):
+        weights, gradients = make_weights(masked)
+
         @inline
-        def step(carried, dk, dv, place, m, number, ring, sums, my):
+        def step(carried, dk, dv, place, m, member, number, ring, sums, my):
             """A block of queries, but for dK, which is that of the block before it."""
             last_place = place
             if not is_first:
                 place = advance(place)
             pipeline.wait(ring.q_full, place)
+            if cleans:
+                clean(place, ring, my.w, my.thread, my.lane)
             s = scores(my.k, q_operand(my.q_half, place))
             pipeline.wait(ring.dout_full, place)
             dp = value_scores(my.v, dout_operand(my.dout_half, place))
@@ -142,16 +193,14 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
                 dk = add_dk(dk, p_operand(second(my.pds), last_place), q_mn_operand(my.q_part, last_place))
             if deterministic and not is_first:
                 settle(my)
+            head = plus(my.first_head, member)
+            words = fetch(my.seat, m, head, my.options) if fetches else no_words()
             s = wait_scores(s) if is_first else wait_scores_before_dk(s)
-            p = probabilities(s, plus(values_at(ring.shifts, place), my.columns), my.scale_log2)
-            if masked:
-                p = mask(p, m, my.limits)
+            p, w = weights(s, words, place, m, head, ring, my)
             pds = pds_slot(my.pds, place)
             put_half(to_16bit(p), pds, my.thread, my.first_query)
             dp = wait_value_scores(dp) if is_first else wait_value_scores_before_dk(dp)
-            ds = score_gradients(p, dp, plus(values_at(ring.deltas, place), my.columns))
-            if masked:
-                ds = mask(ds, m, my.limits)
+            ds = gradients(w, dp, place, m, ring, my)
             put_half(to_16bit(ds), second(pds), my.thread, my.first_query)
             tma.fence_async()
             if not is_first:
@@ -170,8 +219,8 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     enter_overlapped = make_overlapped_step(True, True)
 
     @inline
-    def enter_with_a_step(dk, dv, place, m, number, ring, sums, my):
-        return enter_overlapped(zero(), dk, dv, place, m, number, ring, sums, my)
+    def enter_with_a_step(dk, dv, place, m, member, number, ring, sums, my):
+        return enter_overlapped(zero(), dk, dv, place, m, member, number, ring, sums, my)
 
     @inline
     def finish_overlapped(carried, dk, dv, place, ring, my):
@@ -183,7 +232,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
         return dk, dv, advance(place)
 
     @inline
-    def enter(dk, dv, place, m, number, ring, sums, my):
+    def enter(dk, dv, place, m, member, number, ring, sums, my):
         """Nothing is under way."""
         return zero(), dk, dv, place
 
@@ -194,26 +243,28 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
         return dk, dv, place
 
     def make_step(masked):
+        weights, gradients = make_weights(masked)
+
         @inline
-        def step(carried, dk, dv, place, m, number, ring, sums, my):
+        def step(carried, dk, dv, place, m, member, number, ring, sums, my):
             """A block of queries."""
             pipeline.wait(ring.q_full, place)
+            if cleans:
+                clean(place, ring, my.w, my.thread, my.lane)
             s = scores(my.k, q_operand(my.q_half, place))
             pipeline.wait(ring.dout_full, place)
             if with_ds:
                 dp = value_scores(my.v, dout_operand(my.dout_half, place))
             if deterministic and carried > 0:
                 settle(my)  # only now, so that these products hide how long the additions of the block before take to arrive
-            p = probabilities(wait_scores(s), plus(values_at(ring.shifts, place), my.columns), my.scale_log2)
-            if masked:
-                p = mask(p, m, my.limits)
+            head = plus(my.first_head, member)
+            words = fetch(my.seat, m, head, my.options) if fetches else no_words()
+            p, w = weights(wait_scores(s), words, place, m, head, ring, my)
             pds = pds_slot(my.pds, place)
             if with_dv:
                 put_half(to_16bit(p), pds, my.thread, my.first_query)
             if with_ds:
-                ds = score_gradients(p, wait_value_scores(dp), plus(values_at(ring.deltas, place), my.columns))
-                if masked:
-                    ds = mask(ds, m, my.limits)
+                ds = gradients(w, wait_value_scores(dp), place, m, ring, my)
                 put_half(to_16bit(ds), second(pds), my.thread, my.first_query)
             tma.fence_async()
             warp.barrier_sync(ALL, 128 * count)
@@ -239,9 +290,14 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     def leave(dk, dv, n, bounds, kv_head, batch, dk_map, dv_map, s_k, s_v, k_empty, v_empty, scale_of_dk, my):
         """dK and dV leave through the shared memory of K and V, whose last use is over."""
         warp.barrier_sync(ALL, 128 * count)
-        if bounded:  # NaN among the queries stays out of keys that none of them sees
-            seen = seen_keys(key_of_thread(n, my.thread), bounds)
+        if hides:  # NaN among the queries stays out of keys that none of them sees
+            key = key_of_thread(n, my.thread)
+            seen = seen_keys(key, bounds)
+            if masked_keys and warp.ballot(spoilt_dk(dk) | spoilt_dv(dv)) != 0:
+                seen = seen_rows(key, my.lane, batch, kv_head, my.group, bounds, my.options)
             dk, dv = select_dk(dk, seen), select_dv(dv, seen)
+        if drops:
+            dv = scale_dv(dv, keep_factor(my.options))
         if with_dv:
             put_dv(dv_to_16bit(dv), own_v_panels(s_v, my.w), my.thread)
         if with_dk:
@@ -262,4 +318,4 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
         steps = (enter_with_a_step, make_overlapped_step(True, False), make_overlapped_step(False, False), finish_overlapped)
     else:
         steps = (enter, make_step(True), make_step(False), finish)
-    return Work(prepare, fragment.zeros(d_part), fragment.zeros(dv_part), *steps, leave, enters_with_a_step=config.overlap)
+    return Work(prepare, fragment.zeros(d_part), fragment.zeros(dv_part), *steps, leave, enters_with_a_step=config.overlap, clean_keys=clean_keys)

@@ -18,7 +18,9 @@ from ....ptx import fragment, mbarrier, pipeline, tma, warp, wgmma
 from ....ptx.index import plus, zero
 from ....ptx.straight import straight_line
 from ...bands import KeyBand
+from . import unseen
 from .config import PART_ROWS, BackwardConfig, SharedMemory
+from .scores import KeyScores
 from .work import Work
 
 inline = cuda.jit(device=True, inline="always")
@@ -27,7 +29,7 @@ inline = cuda.jit(device=True, inline="always")
 OWN = 1  # of the first consumer; one a consumer
 DQ_FULL, DQ_EMPTY = 3, 5  # of the first part of dQ: the consumer whose turn it is, and the warp that sends it away; one a part
 
-Consumer = namedtuple("Consumer", "w thread lane limits k v ds all_ds all_k dq columns scale_log2")
+Consumer = namedtuple("Consumer", "w thread lane limits k v ds all_ds all_k dq columns scale_log2 first_head group seat options")
 """What a step needs beside its state: descriptors, addresses, and the queries that the thread's keys are seen by."""
 
 
@@ -56,7 +58,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     wait_scores, wait_value_scores = wgmma.wait(1 if with_ds else 0, q_block), wgmma.wait(0, q_block, q_block)
     wait_dv, wait_dk = wgmma.wait(int(with_dk), dv_columns), wgmma.wait(0, d)
     scale_dk = fragment.scale(d)
-    bounded, select_dk, select_dv = config.bounded, fragment.select_rows(d), fragment.select_rows(dv_columns)
+    select_dk, select_dv = fragment.select_rows(d), fragment.select_rows(dv_columns)
     probabilities, score_gradients = fragment.probabilities(q_block), fragment.score_gradients(q_block)
     mask = fragment.mask_band(q_block, True, config.left, 0.0)
     to_16bit, dk_to_16bit, dv_to_16bit = (fragment.to_16bit(n, config.element) for n in (q_block, d, dv_columns))
@@ -67,6 +69,18 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     store_dv = tma.store_panels(4, 0, memory.loaded_v_panels, kv_panel_bytes)
     advance, only = pipeline.advance(config.stages), pipeline.start(0)
     values_at, ds_slot = pipeline.slot(memory.row_bytes), pipeline.slot(memory.ds_bytes)
+
+    # What options do; each of these is compiled in only where there is one that needs it.
+    options_of, cleans, hides = config.options, config.cleans_queries, config.bounded or bool(options_of.mask) or options_of.lengths
+    with_options, drops = bool(options_of), options_of.dropout
+    of_scores = KeyScores(q_block, q_block, options_of, config.left)
+    take_seat, fetch, no_words, keep_factor = of_scores.take_seat(), of_scores.fetch(), of_scores.no_words(), of_scores.keep_factor()
+    fetches, splits = of_scores.fetches, of_scores.splits
+    column_values, scale_dv = fragment.column_values(q_block), fragment.scale(dv_columns)
+    clean = unseen.queries(config, memory) if cleans else None
+    clean_keys, seen_rows = unseen.keys(config, memory) if options_of.hides else (None, None)
+    masked_keys, spoilt_dk, spoilt_dv = bool(options_of.mask), fragment.spoilt(d), fragment.spoilt(dv_columns)
+    first_head = straight_line(int32, (int32, int32), lambda ops, kv_head, group: kv_head * group)
 
     # Index arithmetic.
     band = KeyBand(kv_tile, q_block, config.left, config.right)
@@ -94,11 +108,17 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     key_of_thread = straight_line(int32, (int32,) * 3, lambda ops, n, w, thread: n * kv_tile + w * 64 + (thread >> 5) * 16 + ((thread & 31) >> 2))
 
     @inline
-    def prepare(tid, warpgroup, n, bounds, s_k, s_v, s_q, s_dout, s_ds, s_dq, scale_log2):
+    def prepare(tid, warpgroup, n, batch, kv_head, group, seqlen_k, bounds, s_k, s_v, s_q, s_dout, s_ds, s_dq, scale_log2, options):
         w, thread, lane, key, column = place_of_thread(tid, warpgroup, n)
         own_k, own_v, own_ds, columns = places_of_consumer(w, column, s_k, s_v, s_ds)
         limits = limits_of_keys(key, column, bounds)
-        return Consumer(w, thread, lane, limits, row_operand(own_k, only()), row_operand(own_v, only()), own_ds, s_ds, s_k, s_dq, columns, scale_log2)
+        seat = limits
+        if with_options:
+            seat = take_seat(key, column, batch, seqlen_k, bounds, options)
+        return Consumer(
+            w, thread, lane, limits, row_operand(own_k, only()), row_operand(own_v, only()), own_ds, s_ds, s_k, s_dq, columns, scale_log2,
+            first_head(kv_head, group), group, seat, options,
+        )  # fmt: skip
 
     @inline
     def gather_dq(place, ring, my):
@@ -124,26 +144,52 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
         warp.barrier_arrive(full, 160)
 
     def make_step(masked):
+        weigh, differentiate = of_scores.weigh(masked), of_scores.differentiate(masked)
+
         @inline
-        def step(carried, dk, dv, place, m, number, ring, sums, my):
+        def weights(s, words, place, m, head, ring, my):
+            """P^T as dV needs it, and as the gradient of the scores does."""
+            if with_options:
+                shifts = column_values(plus(values_at(ring.shifts, place), my.columns))
+                return weigh(s, shifts, words, my.seat, m, head, my.limits, my.scale_log2, my.options)
+            p = probabilities(s, plus(values_at(ring.shifts, place), my.columns), my.scale_log2)
+            if masked:
+                p = mask(p, m, my.limits)
+            return p, p
+
+        @inline
+        def gradients(p, dp, place, m, ring, my):
+            """dS^T."""
+            if with_options:
+                return differentiate(p, dp, column_values(plus(values_at(ring.deltas, place), my.columns)), my.options)
+            ds = score_gradients(p, dp, plus(values_at(ring.deltas, place), my.columns))
+            if masked:
+                ds = mask(ds, m, my.limits)
+            return ds
+
+        @inline
+        def step(carried, dk, dv, place, m, member, number, ring, sums, my):
             """A block of queries."""
             pipeline.wait(ring.q_full, place)
+            if cleans:
+                clean(place, ring, my.w, my.thread, my.lane)
             s = scores(my.k, q_operand(ring.q, place))
             pipeline.wait(ring.dout_full, place)
             if with_ds:
                 dp = value_scores(my.v, dout_operand(ring.dout, place))
-            p = probabilities(wait_scores(s), plus(values_at(ring.shifts, place), my.columns), my.scale_log2)
-            if masked:
-                p = mask(p, m, my.limits)
+            head = plus(my.first_head, member)
+            words = fetch(my.seat, m, head, my.options) if fetches else no_words()
+            p, w = weights(wait_scores(s), words, place, m, head, ring, my)
+            if splits:
+                p16 = to_16bit(p)
             if with_ds:
-                dp, p = wait_value_scores(dp, p)
+                dp, w = wait_value_scores(dp, w)
+            if not splits:
+                p16 = to_16bit(w)
             if with_dv:
-                dv = add_dv(dv, to_16bit(p), dout_mn_operand(ring.dout, place))
+                dv = add_dv(dv, p16, dout_mn_operand(ring.dout, place))
             if with_ds:
-                ds = score_gradients(p, dp, plus(values_at(ring.deltas, place), my.columns))
-                if masked:
-                    ds = mask(ds, m, my.limits)
-                ds16 = to_16bit(ds)
+                ds16 = to_16bit(gradients(w, dp, place, m, ring, my))
             if with_dq:
                 pipeline.wait(ring.ds_empty, pipeline.turned(place))
                 put_ds(ds16, ds_slot(my.ds, place), my.thread)
@@ -165,7 +211,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
         return step
 
     @inline
-    def enter(dk, dv, place, m, number, ring, sums, my):
+    def enter(dk, dv, place, m, member, number, ring, sums, my):
         """Nothing is under way."""
         return zero(), dk, dv, place
 
@@ -181,9 +227,14 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
         """
         pipeline.release(k_empty, only(), my.lane)
         warp.barrier_sync(plus(my.w, OWN), 128)
-        if bounded:  # NaN among the queries stays out of keys that none of them sees
-            seen = seen_keys(key_of_thread(n, my.w, my.thread), bounds)
+        if hides:  # NaN among the queries stays out of keys that none of them sees
+            key = key_of_thread(n, my.w, my.thread)
+            seen = seen_keys(key, bounds)
+            if masked_keys and warp.ballot(spoilt_dk(dk) | spoilt_dv(dv)) != 0:
+                seen = seen_rows(key, my.lane, batch, kv_head, my.group, bounds, my.options)
             dk, dv = select_dk(dk, seen), select_dv(dv, seen)
+        if drops:
+            dv = scale_dv(dv, keep_factor(my.options))
         if with_dv:
             put_dv(dv_to_16bit(dv), own_rows(s_v, my.w), my.thread)
         if with_dk:
@@ -200,4 +251,4 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
             mbarrier.arrive(v_empty)
 
     steps = (enter, make_step(True), make_step(False), finish)
-    return Work(prepare, fragment.zeros(d), fragment.zeros(dv_columns), *steps, leave, enters_with_a_step=False)
+    return Work(prepare, fragment.zeros(d), fragment.zeros(dv_columns), *steps, leave, enters_with_a_step=False, clean_keys=clean_keys)

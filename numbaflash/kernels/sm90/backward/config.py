@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ....dispatch import BackwardLayouts
 from ....problem import ITEMSIZE, Problem
 from ..config import ALIGNMENT, ELEMENTS, Warpgroups
+from ..options import Access, Options
 
 TICKET_BYTES = 256  # before the turns
 ROW_THREADS = 256  # of a block of the kernel that prepares the rows
+SINK_THREADS = 1024  # of a block of the kernel of the sinks' gradients: all warps have a sum
 PART_ROWS = 64  # of dq that a consumer warpgroup computes in a step
 L2_BYTES = 36 * 2**20  # of the H200's 60 MB, what the query heads in flight may read and add to
 
@@ -40,6 +43,9 @@ class BackwardConfig(Warpgroups):
         Tiles add their parts of dq in the order of their keys.
     last_keys_first : bool
         That order is from the last keys to the first, and tiles run in it.
+    with_dsinks : bool
+    options : Options
+        What there is beside q, k, v and the band.
     """
 
     element: str
@@ -56,12 +62,14 @@ class BackwardConfig(Warpgroups):
     with_dv: bool = True
     deterministic: bool = False
     last_keys_first: bool = False
+    with_dsinks: bool = False
+    options: Options = Options()
 
     consumers = 2
 
     @property
     def bounded(self) -> bool:
-        """Some query may not see some key."""
+        """Some query may not see some key, as the band has it."""
         return self.left or self.right
 
     @property
@@ -108,7 +116,36 @@ class BackwardConfig(Warpgroups):
 
     @property
     def with_ds(self) -> bool:
+        """Whether the gradient of the scores is needed for the products."""
         return self.with_dq or self.with_dk
+
+    @property
+    def with_products(self) -> bool:
+        return self.with_ds or self.with_dv
+
+    @property
+    def with_deltas(self) -> bool:
+        return self.with_ds or self.with_dsinks
+
+    @property
+    def of_products(self) -> BackwardConfig:
+        """What the main kernel depends on."""
+        return replace(self, with_dsinks=False, options=self.options.of_products)
+
+    @property
+    def behind_sink(self) -> bool:
+        """Queries that see no key may be known by neither the band nor their LSE, which is that of a sink."""
+        return self.options.sinks and self.options.hides
+
+    @property
+    def cleans_queries(self) -> bool:
+        """A block may hold queries that see no key, which only the device knows."""
+        return self.options.hides
+
+    @property
+    def cleans_keys(self) -> bool:
+        """A tile may hold keys that no query sees, which only the device knows."""
+        return self.with_dq and bool(self.options.mask or self.options.lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,17 +205,20 @@ class SharedMemory:
         )  # fmt: skip
 
 
-def backward_config(problem: Problem, *, blocks: int, with_dq: bool, with_dk: bool, with_dv: bool, deterministic: bool) -> BackwardConfig:
-    """The tuning choice for a problem and the number of blocks that run at a time: a pure function of them."""
+def backward_config(problem: Problem, layouts: BackwardLayouts, *, blocks: int, deterministic: bool) -> BackwardConfig:
+    """The tuning choice for a problem, where it lies and the number of blocks that run at a time: a pure function of them."""
     widest = max(problem.head_dim, problem.head_dim_v)
-    kv_tile, deterministic = 128 if widest <= 128 else 64, deterministic and with_dq
+    with_dq, with_dk, with_dv, with_dsinks = (getattr(layouts, name) is not None for name in ("dq", "dk", "dv", "dsinks"))
+    options = Options.of(problem, layouts, access_of=Access.of_gradients)
+    q_block, kv_tile = option_tiles(widest, options.of_products) if options else (128 if widest <= 64 else 64, 128 if widest <= 128 else 64)
+    deterministic = deterministic and with_dq
     return BackwardConfig(
         element=ELEMENTS[problem.dtype],
         head_dim=problem.head_dim,
         head_dim_v=problem.head_dim_v,
-        q_block=128 if widest <= 64 else 64,
+        q_block=q_block,
         kv_tile=kv_tile,
-        registers=(24, 240) if widest <= 128 else (40, 232),
+        registers=(24, 240) if kv_tile == 128 else (40, 232),
         left=problem.left is not None,
         right=problem.right is not None,
         with_dq=with_dq,
@@ -186,7 +226,14 @@ def backward_config(problem: Problem, *, blocks: int, with_dq: bool, with_dk: bo
         with_dv=with_dv,
         deterministic=deterministic,
         last_keys_first=deterministic and problem.right is not None and _fits_though_apart(problem, kv_tile, blocks),
+        with_dsinks=with_dsinks,
+        options=options,
     )
+
+
+def option_tiles(widest: int, options: Options) -> tuple[int, int]:
+    """Queries of a step and keys of a tile where there are options: what is read or drawn for a pair takes registers."""
+    return 64, 128 if widest <= 128 else 64
 
 
 def column_bytes(problem: Problem) -> int:
@@ -201,7 +248,9 @@ def _fits_though_apart(problem, kv_tile, blocks):
 
 
 def visible_queries(problem: Problem) -> tuple[int, int]:
-    """First query that sees a key, and how many from there on do."""
+    """First query that may see a key, and how many from there on may."""
+    if problem.offset_per_entry:
+        return 0, problem.seqlen_q
     first = 0 if problem.right is None else max(0, -problem.offset - problem.right)
     end = problem.seqlen_q if problem.left is None else min(problem.seqlen_q, problem.seqlen_k - problem.offset + problem.left)
     return first, end - first

@@ -22,6 +22,7 @@ from ....toolchain import KernelSource
 from ... import schedule
 from ...bands import KeyBand
 from ...schedule import heads_of, next_of_walk, tile_of_turn, walk_step_of_turn
+from ..scores import Scores, option_types
 from . import by_columns, by_keys
 from .config import TICKET_BYTES, BackwardConfig, SharedMemory
 
@@ -41,7 +42,10 @@ def build(config: BackwardConfig) -> KernelSource:
     work = (by_columns if config.columns_apart else by_keys).consumers(config, memory)
     prepare, enter, masked_step, plain_step, finish, leave = work.prepare, work.enter, work.masked_step, work.plain_step, work.finish, work.leave
     zero_dk, zero_dv, enters_with_a_step = work.zero_dk, work.zero_dv, work.enters_with_a_step
-    band = KeyBand(kv_tile, q_block, config.left, config.right)
+    clean_keys, cleans_keys = work.clean_keys, config.cleans_keys
+    lengths, options_of = config.options.lengths, config.options
+    band = KeyBand(kv_tile, q_block, config.left, config.right, padded=lengths)
+    bounds_of_entry = Scores(q_block, options_of).bounds_of_entry(False)
 
     load_k = tma.load_panels(4, memory.loaded_qk_panels, memory.kv_panel_bytes)
     load_v = tma.load_panels(4, memory.loaded_v_panels, memory.kv_panel_bytes, stage_bytes=0, arrives=False)
@@ -89,7 +93,7 @@ def build(config: BackwardConfig) -> KernelSource:
     def kernel(
         q_map, k_map, v_map, dout_map, dk_map, dv_map, shifts, deltas, sums, turns,
         seqlen_q, seqlen_k, offset, left, right, first_query, first_key, heads, kv_heads, group, q_blocks, kv_tiles, columns, section, tiles,
-        scale_log2, scale_of_dk,
+        scale_log2, scale_of_dk, *options
     ):  # fmt: skip
         tid = cuda.threadIdx.x
         warpgroup = warp.shuffle_index(warpgroup_of(tid), 0)
@@ -129,6 +133,8 @@ def build(config: BackwardConfig) -> KernelSource:
                     while tile < tiles:
                         n, column = order(tile, kv_tiles, columns, section)
                         batch, kv_head, _ = heads_of(column, kv_heads, 1)
+                        if lengths:
+                            bounds = bounds_of_entry(batch, (seqlen_q, seqlen_k, offset, left, right), options)
                         onward = walk_step(turn)
                         m, _, _, steps = walk_of_tile(n, group, onward, bounds)
                         key = key_of(n, first_key)
@@ -166,6 +172,8 @@ def build(config: BackwardConfig) -> KernelSource:
                 while tile < tiles:
                     n, column = order(tile, kv_tiles, columns, section)
                     batch, kv_head, _ = heads_of(column, kv_heads, 1)
+                    if lengths:
+                        bounds = bounds_of_entry(batch, (seqlen_q, seqlen_k, offset, left, right), options)
                     onward = walk_step(turn)
                     m, _, _, steps = walk_of_tile(n, group, onward, bounds)
                     step = zero()
@@ -198,6 +206,8 @@ def build(config: BackwardConfig) -> KernelSource:
                 while tile < tiles:
                     n, column = order(tile, kv_tiles, columns, section)
                     batch, kv_head, _ = heads_of(column, kv_heads, 1)
+                    if lengths:
+                        bounds = bounds_of_entry(batch, (seqlen_q, seqlen_k, offset, left, right), options)
                     onward = walk_step(turn)
                     m, _, _, steps = walk_of_tile(n, group, onward, bounds)
                     step = zero()
@@ -224,27 +234,31 @@ def build(config: BackwardConfig) -> KernelSource:
             while tile < tiles:
                 n, column = order(tile, kv_tiles, columns, section)
                 batch, kv_head, _ = heads_of(column, kv_heads, 1)
+                if lengths:
+                    bounds = bounds_of_entry(batch, (seqlen_q, seqlen_k, offset, left, right), options)
                 onward = walk_step(turn)
                 m, plain, border, steps = walk_of_tile(n, group, onward, bounds)
-                my = prepare(tid, warpgroup, n, bounds, s_k, s_v, s_q, s_dout, s_ds, s_dq, scale_log2)
+                my = prepare(tid, warpgroup, n, batch, kv_head, group, seqlen_k, bounds, s_k, s_v, s_q, s_dout, s_ds, s_dq, scale_log2, options)
                 dk = zero_dk()
                 dv = zero_dv()
                 pipeline.wait(k_full, kv_place)
                 kv_place = kv_advance(kv_place)
+                if cleans_keys:
+                    clean_keys(s_k, n, my.w, my.thread, my.lane, batch, kv_head, group, bounds, options)
                 step = zero()
                 member = zero()
                 if step < steps:
                     number = block_number(batch, head_of(kv_head, group, member), heads, q_blocks, m)
-                    carried, dk, dv, place = enter(dk, dv, place, m, number, ring, sums, my)
+                    carried, dk, dv, place = enter(dk, dv, place, m, member, number, ring, sums, my)
                     if enters_with_a_step:
                         m, member = next_of_walk(m, member, group, onward)
                         step = following(step)
                     while step < steps:
                         number = block_number(batch, head_of(kv_head, group, member), heads, q_blocks, m)
                         if step >= plain and step < border:
-                            carried, dk, dv, place = plain_step(carried, dk, dv, place, m, number, ring, sums, my)
+                            carried, dk, dv, place = plain_step(carried, dk, dv, place, m, member, number, ring, sums, my)
                         else:
-                            carried, dk, dv, place = masked_step(carried, dk, dv, place, m, number, ring, sums, my)
+                            carried, dk, dv, place = masked_step(carried, dk, dv, place, m, member, number, ring, sums, my)
                         m, member = next_of_walk(m, member, group, onward)
                         step = following(step)
                     dk, dv, place = finish(carried, dk, dv, place, ring, my)
@@ -252,5 +266,5 @@ def build(config: BackwardConfig) -> KernelSource:
                 turn = following(turn)
                 tile = tile_of_turn(turn, block, blocks)
 
-    signature = types.void(*[types.uint64] * 10, *[types.int32] * 15, types.float32, types.float32)
+    signature = types.void(*[types.uint64] * 10, *[types.int32] * 15, types.float32, types.float32, types.Tuple(option_types(options_of)))
     return KernelSource(kernel, signature, threads=config.threads, fastmath=False, tensor_maps=tuple(range(6)))

@@ -1,4 +1,4 @@
-"""What comes before and after the main backward kernel: the rows' shift and delta, an empty sum of dQ, and dQ out of that sum."""
+"""What comes before and after the main backward kernel: the rows' shift and delta, an empty sum of dQ, dQ out of that sum, gradients of sinks."""
 
 from __future__ import annotations
 
@@ -9,19 +9,24 @@ from numba.cuda import types
 from numba.cuda.types import UniTuple, float32, int32, uint64, void
 
 from ....ptx import fragment, rows, shared, tma, warp
-from ....ptx.index import warpgroup_of, within_warpgroup
+from ....ptx.index import following, warp_of, warpgroup_of, within_warp, within_warpgroup, zero
 from ....ptx.straight import straight_line
 from ....toolchain import KernelSource
-from .config import PART_ROWS, ROW_THREADS, TICKET_BYTES, BackwardConfig, SharedMemory
+from ..scores import element, length_of, option_types
+from .config import PART_ROWS, ROW_THREADS, SINK_THREADS, TICKET_BYTES, BackwardConfig, SharedMemory
 
 LOG2E = math.log2(math.e)
+_ROUNDED = 2.0**-20  # how far, relatively, families differ in the LSE of a row that has only its sink
 
 
 def build_rows(config: BackwardConfig) -> KernelSource:
     """For each query row ``shift = lse * log2(e)`` and ``delta = rowsum(dO * O) - dlse``, and zeros in the sum of dQ.
 
-    Rows that see no key, and those that fill up the last block, get a shift of +inf, which makes every probability 0, and a delta of 0. A
-    block of threads takes a block of queries.
+    Rows that see no key, those past the length of their batch entry and those that fill up the last block get a shift of +inf, which makes every
+    probability 0, and a delta of 0. A block of threads takes a block of queries. With a bias, which may be as low as float32 goes, the shift is the LSE.
+
+    A row without keys that has a sink does not show in its LSE. It matters only where its Q or dO holds NaN or infinity: then its LSE is the sink
+    and its output 0, and such a row is given a shift of +inf, too.
     """
     memory = SharedMemory.of(config)
     q_block, parts = config.q_block, config.parts
@@ -29,7 +34,9 @@ def build_rows(config: BackwardConfig) -> KernelSource:
     passes = max(1, q_block * lanes // ROW_THREADS)
     dot = rows.dot(config.element)
     sum_steps = parts * memory.part_bytes // (16 * ROW_THREADS)
-    with_ds, with_dq, deterministic = config.with_ds, config.with_dq, config.deterministic
+    with_deltas, with_dq, deterministic = config.with_deltas, config.with_dq, config.deterministic
+    unit, behind_sink, options_of = 1.0 if config.options.lowest_scores else LOG2E, config.behind_sink, config.options.of_rows
+    given = types.Tuple([uint64, *[types.int64] * 3, *option_types(options_of)] if config.options else [])
 
     def row_of_pass(ops, step, thread, m, seqlen_q):
         """(row in the block, eight elements of it, whether they exist)."""
@@ -44,24 +51,40 @@ def build_rows(config: BackwardConfig) -> KernelSource:
             ends.append(base + ops.wide(batch) * of_batch + query * of_query + ops.wide(head) * of_head + ops.wide(part * 16))
         return ends
 
-    def finish(ops, product, lse, dlse, shifts, deltas, tile, batch_head, m, row, part, seqlen_q):
+    def q_at(ops, given, batch, head, m, row, part, n, seqlen_q):
+        """(address, whether it exists) of the n-th eight elements of a lane in a row of Q."""
+        q, of_batch, of_query, of_head = given[:4]
+        query, eight = m * q_block + row, part + n * lanes
+        at = q + ops.wide(batch) * of_batch + ops.wide(query) * of_query + ops.wide(head) * of_head + ops.wide(eight * 16)
+        return [at, ops.wide(ops.truth((query < seqlen_q) & (eight * 8 < config.head_dim)))]
+
+    def finish(ops, product, size, probe, lse, dlse, shifts, deltas, tile, batch_head, batch, head, m, row, part, seqlen_q, given):
+        named = {name: x for (name, _), x in zip(options_of.parameters(), given[4:], strict=True)}
         for lane in (1 << i for i in range(lanes.bit_length() - 1)):
             product = product + ops.exchange([product], lane)[0]
+            if behind_sink:
+                size, probe = size + ops.exchange([size], lane)[0], probe + ops.exchange([probe], lane)[0]
         query = m * q_block + row
         writes = (part == 0) & (row < q_block)
         at = (ops.wide(batch_head) * ops.wide(seqlen_q) + ops.wide(query)) * 4
-        inside = query < seqlen_q
+        inside = query < length_of(ops, options_of, named, "seqlens_q", batch, seqlen_q)
         value = ops.load_at(lse + at, inside)
         seen = inside & (value != -math.inf)
         extra = ops.load_at(dlse + at, seen & (dlse != 0))
+        if behind_sink:
+            sink = ops.fetch("f32", element(ops, named, "sinks", head=head), 0)
+            alone = (ops.absolute(value - sink) <= ops.absolute(value) * _ROUNDED) & (size == 0.0)
+            behind = alone & ((product + probe) * 0.0 != 0.0)  # of an output of 0, the product is 0 or NaN
+            product, value = ops.select(behind, ops.constant("float32", 0.0), product), ops.select(behind, ops.constant("float32", math.inf), value)
         place = (ops.wide(tile) * q_block + ops.wide(row)) * 4
-        ops.store_at(shifts + place, ops.select(seen, value * LOG2E, math.inf), writes)
-        if with_ds:
+        ops.store_at(shifts + place, ops.select(seen, value * unit, math.inf), writes)
+        if with_deltas:
             ops.store_at(deltas + place, ops.select(seen, product - extra, 0.0), writes)
 
     row_of_pass = straight_line(UniTuple(int32, 3), (int32,) * 4, row_of_pass)
     addresses = straight_line(UniTuple(uint64, 2), (uint64, uint64, UniTuple(types.int64, 6), *(int32,) * 5), addresses)
-    finish = straight_line(void, (float32, *(uint64,) * 4, *(int32,) * 6), finish)
+    q_at = straight_line(UniTuple(types.int64, 2), (given, *(int32,) * 7), q_at)
+    finish = straight_line(void, (*(float32,) * 3, *(uint64,) * 4, *(int32,) * 8, given), finish)
     split = straight_line(
         UniTuple(int32, 4),
         (int32,) * 3,
@@ -76,17 +99,23 @@ def build_rows(config: BackwardConfig) -> KernelSource:
     ticket_at = straight_line(uint64, (uint64,), lambda ops, turns: turns - TICKET_BYTES)
     clear = straight_line(void, (uint64,), lambda ops, at: ops.store_at(at, ops.constant("float32", 0.0), at != 0))
 
-    def kernel(dout, out, lse, dlse, shifts, deltas, sums, turns, d0, d1, d2, o0, o1, o2, seqlen_q, heads, q_blocks):
+    def kernel(dout, out, lse, dlse, shifts, deltas, sums, turns, d0, d1, d2, o0, o1, o2, seqlen_q, heads, q_blocks, *given):
         tile, thread = cuda.blockIdx.x, cuda.threadIdx.x
         m, batch, head, batch_head = split(tile, q_blocks, heads)
         strides = (d0, d1, d2, o0, o1, o2)
         for step in range(passes):
             row, part, exists = row_of_pass(step, thread, m, seqlen_q)
-            product = no_product()
-            if with_ds:
+            product, size, probe = no_product(), no_product(), no_product()
+            if with_deltas or behind_sink:
                 a, b = addresses(dout, out, strides, batch, head, m, row, part)
                 product = dot(a, b, exists)
-            finish(product, lse, dlse, shifts, deltas, tile, batch_head, m, row, part, seqlen_q)
+            if behind_sink:
+                a, b = addresses(dout, out, strides, batch, head, m, row, part)
+                size = dot(b, b, exists)
+                for n in range(q_passes):
+                    at, there = q_at(given, batch, head, m, row, part, n, seqlen_q)
+                    probe = sum_of(probe, dot(at, at, there))
+            finish(product, size, probe, lse, dlse, shifts, deltas, tile, batch_head, batch, head, m, row, part, seqlen_q, given)
         if with_dq:
             for step in range(sum_steps):
                 rows.zero(sum_at(sums, tile, step, thread))
@@ -96,8 +125,10 @@ def build_rows(config: BackwardConfig) -> KernelSource:
             if tile == 0 and thread == 0:
                 clear(ticket_at(turns))
 
+    q_passes = -(-config.head_dim // (8 * lanes))
+    sum_of = straight_line(float32, (float32,) * 2, lambda ops, x, y: x + y)
     no_product = straight_line(float32, (), lambda ops: ops.constant("float32", 0.0))
-    signature = types.void(*[types.uint64] * 8, *[types.int64] * 6, *[types.int32] * 3)
+    signature = types.void(*[types.uint64] * 8, *[types.int64] * 6, *[types.int32] * 3, given)
     return KernelSource(kernel, signature, threads=ROW_THREADS, fastmath=False)
 
 
@@ -132,7 +163,7 @@ def build_dq(config: BackwardConfig) -> KernelSource:
     part_of = straight_line(UniTuple(uint64, 2), (int32, int32, uint64, int32), part_of)
     seen_rows = straight_line(UniTuple(int32, 2), (uint64, *(int32,) * 3), seen_rows)
     place_of = straight_line(UniTuple(int32, 4), (int32,) * 4, place_of)
-    columns_apart, bounded = not by_rows and parts > 1, config.bounded
+    columns_apart, bounded = not by_rows and parts > 1, config.bounded or config.options.hides
 
     def kernel(dq_map, sums, shifts, heads, q_blocks, factor):
         tile, tid = cuda.blockIdx.x, cuda.threadIdx.x
@@ -155,3 +186,63 @@ def build_dq(config: BackwardConfig) -> KernelSource:
 
     signature = types.void(types.uint64, types.uint64, types.uint64, types.int32, types.int32, types.float32)
     return KernelSource(kernel, signature, threads=128 * parts, fastmath=False, tensor_maps=(0,))
+
+
+def build_dsinks(config: BackwardConfig) -> KernelSource:
+    """The gradients of the sinks, of which each row gives ``-exp(sink - lse) * delta``; a block for each head, always in the same order.
+
+    The parameters: dsinks and its stride, lse, deltas; batch, seqlen_q, heads, rows of a head among the deltas; those of the options of rows.
+    """
+    options_of, threads = config.options.of_rows, SINK_THREADS
+    given = types.Tuple(option_types(options_of))
+
+    def named_of(values):
+        return {name: x for (name, _), x in zip(options_of.parameters(), values, strict=True)}
+
+    def add_row(ops, total, lse, deltas, row, batch, head, seqlen_q, heads, rows, given):
+        batch_head = ops.wide(batch) * ops.wide(heads) + ops.wide(head)
+        sink = ops.fetch("f32", element(ops, named_of(given), "sinks", head=head), 0)
+        end = ops.load_at(lse + (batch_head * ops.wide(seqlen_q) + ops.wide(row)) * 4, row >= 0)
+        delta = ops.load_at(deltas + (batch_head * ops.wide(rows) + ops.wide(row)) * 4, row >= 0)
+        return total + ops.select(end != -math.inf, ops.exp2((sink - end) * LOG2E) * delta, 0.0)
+
+    def over_warp(ops, total):
+        for lane in (1, 2, 4, 8, 16):
+            total = total + ops.exchange([total], lane)[0]
+        return total
+
+    add_row = straight_line(float32, (float32, uint64, uint64, *(int32,) * 6, given), add_row)
+    over_warp = straight_line(float32, (float32,), over_warp)
+    length = straight_line(
+        int32,
+        (int32, int32, given),
+        lambda ops, batch, seqlen_q, given: length_of(ops, options_of, named_of(given), "seqlens_q", batch, seqlen_q),
+    )
+    next_row = straight_line(int32, (int32,), lambda ops, row: row + threads)
+    write = straight_line(
+        void,
+        (uint64, types.int64, int32, int32, float32),
+        lambda ops, dsinks, stride, head, thread, total: ops.store_at(dsinks + ops.wide(head) * stride, total * -1.0, thread == 0),
+    )
+
+    def kernel(dsinks, stride, lse, deltas, batches, seqlen_q, heads, rows, *given):
+        head, thread = cuda.blockIdx.x, cuda.threadIdx.x
+        sums = cuda.shared.array(32, float32)  # of the warps
+        total, batch = nothing(), zero()
+        while batch < batches:
+            row, end = place(thread), length(batch, seqlen_q, given)
+            while row < end:
+                total = add_row(total, lse, deltas, row, batch, head, seqlen_q, heads, rows, given)
+                row = next_row(row)
+            batch = following(batch)
+        total = over_warp(total)
+        if within_warp(thread) == 0:
+            sums[warp_of(thread)] = total
+        cuda.syncthreads()
+        total = over_warp(sums[within_warp(thread)])
+        write(dsinks, stride, head, thread, total)
+
+    place = straight_line(int32, (int32,), lambda ops, thread: thread)
+    nothing = straight_line(float32, (), lambda ops: ops.constant("float32", 0.0))
+    signature = types.void(types.uint64, types.int64, types.uint64, types.uint64, *[types.int32] * 4, given)
+    return KernelSource(kernel, signature, threads=threads, fastmath=False)

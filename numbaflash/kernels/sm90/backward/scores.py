@@ -1,0 +1,246 @@
+"""What options do to a thread's scores in the gradients, where rows are keys and columns are queries.
+
+What a score is, and what a mask shows, is that of the forward (`numbaflash.kernels.sm90.scores`). A thread has two keys, 8 apart, in which it keeps its
+*seat* for a tile, and reads its *words* for each block of queries of each head: elements of the mask and the bias, and the head's slope of ALiBi.
+
+Of a pair two numbers are kept: p, the weight that V had, and w, what the gradient of the weight is multiplied by, p but for dropout and the slope of
+the score. The sign of w says what became of the pair: -0.0 where it is hidden, and nothing may be multiplied; negative where dropout drops it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from numba.cuda import types
+
+from ....problem import ITEMSIZE
+from ....ptx.fragment import fragment
+from ....ptx.straight import straight_line
+from ...bands import BOUNDS
+from ...dropout import block, is_kept
+from ..options import Access, Options
+from ..scores import changed, element, is_shown, option_types
+
+I32, I64, F32 = types.int32, types.int64, types.float32
+_SHARED_BITS = 16
+"""Queries of a block start at multiples of it, which random bits of dropout are drawn for."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyScores:
+    """Fragments of so many ``columns``, blocks of ``q_block`` queries, and the options and bounds of the band that are built in."""
+
+    columns: int
+    q_block: int
+    options: Options
+    left: bool
+
+    def _named(self, values):
+        return {name: x for (name, _), x in zip(self.options.parameters(), values, strict=True)}
+
+    @property
+    def _given(self):
+        return types.Tuple(option_types(self.options))
+
+    @property
+    def _arrays(self):
+        return [(name, access) for name, access in (("mask", self.options.mask), ("bias", self.options.bias)) if access]
+
+    # ---- what a thread knows of its keys
+
+    def _seat(self) -> dict:
+        options, found = self.options, {}
+        for name, access in self._arrays:
+            found |= {f"{name}{r}": I64 for r in range(1 + access.by_row)}
+        if options.reads:
+            found["queries"] = I32  # from the thread's first one of block 0 to the last there is
+        if options.alibi:
+            found |= {"slopes": I64, "place0": I32, "place1": I32}  # of the batch entry; the query beside which the key stands
+        if options.dropout:
+            found |= {"query": I32, "key": I32, "batch": I32}
+        return found or {"key": I32}  # a tuple must have a member
+
+    @property
+    def seat(self):
+        """Numba type."""
+        return types.Tuple(list(self._seat().values()))
+
+    def take_seat(self):
+        """``f(key, column, batch, seqlen_k, bounds, options) -> seat`` of keys ``key`` and ``key + 8``, from a column on; ``bounds`` are those of the
+        batch entry.
+
+        Keys past the last one read what the last one reads: nothing of it is kept.
+        """
+
+        def body(ops, key, column, batch, seqlen_k, bounds, options):
+            named, seat = self._named(options), {"key": key, "query": column, "batch": batch, "queries": bounds[0] - column}
+            for name, access in self._arrays:
+                for r in range(1 + access.by_row):
+                    seat[f"{name}{r}"] = element(ops, named, name, batch=batch, key=ops.minimum(key + 8 * r, seqlen_k - 1), query=column)
+            if self.options.alibi:
+                seat["slopes"] = element(ops, named, "alibi_slopes", batch=batch)
+                seat |= {f"place{r}": key + 8 * r - bounds[2] - column for r in (0, 1)}
+            return [seat[name] for name in self._seat()]
+
+        return straight_line(self.seat, (*(I32,) * 4, BOUNDS, self._given), body)
+
+    # ---- what is read for a block
+
+    def _elements(self, access: Access) -> list:
+        """(row, column) of what is read of an array, in order."""
+        columns = [8 * n + e for n in range(self.columns // 8) for e in (0, 1)] if access.by_column else [0]
+        return [(r, column) for column in columns for r in range(1 + access.by_row)]
+
+    def _counts(self) -> list:
+        return [-(-len(self._elements(access)) * ITEMSIZE[access.dtype] // 4) for _, access in self._arrays]
+
+    @property
+    def words(self):
+        """Numba type."""
+        return types.UniTuple(I32, max(1, sum(self._counts()) + self.options.alibi))
+
+    def fetch(self):
+        """``f(seat, block, head, options) -> words``; nothing beyond the last query there is."""
+
+        def body(ops, seat, number, head, options):
+            named, seat, words = self._named(options), dict(zip(self._seat(), seat, strict=True)), []
+            first = number * self.q_block
+            count = seat["queries"] - first if self.options.reads else None
+            for name, access in self._arrays:
+                words += self._packed(ops, name, access, named, seat, first, head, count)
+            if self.options.alibi:
+                words.append(ops.fetch("b32", seat["slopes"] + ops.wide(head) * named["alibi_slopes_head"], 0))
+            return words or [ops.integer(0)]
+
+        return straight_line(self.words, (self.seat, I32, I32, self._given), body)
+
+    def _packed(self, ops, name, access, named, seat, first, head, count):
+        size, step = ITEMSIZE[access.dtype], named[f"{name}_query"]
+        kind, words = {1: "u8", 2: "u16", 4: "b32"}[size], []
+        origin = ops.wide(head) * named[f"{name}_head"] + ops.wide(first) * step
+        rows = [seat[f"{name}{r}"] + origin for r in range(1 + access.by_row)]
+        at = 0
+        for i, (r, column) in enumerate(self._elements(access)):
+            if column != at:
+                rows = [address + step * (column - at) for address in rows]
+                at = column
+            x = ops.fetch(kind, rows[r], 0, count if access.by_column else None, column)
+            part = i * size % 4
+            if part:
+                words[-1] = words[-1] | (x << 8 * part)
+            else:
+                words.append(x)
+        return words
+
+    def _word(self, access, words, i):
+        """The word of element i of a fragment, and the byte of it where the element begins."""
+        row, column, e = (i >> 1) & 1, i >> 2, i & 1
+        n = (2 * column + e if access.by_column else 0) * (1 + access.by_row) + (row if access.by_row else 0)
+        at = n * ITEMSIZE[access.dtype]
+        return words[at // 4], at % 4
+
+    def _bias(self, ops, words, i):
+        access = self.options.bias
+        word, byte = self._word(access, words, i)
+        return ops.as_float(word) if access.dtype == "float32" else ops.pair(access.dtype, word)[byte // 2]
+
+    # ---- weights, and gradients of the scores
+
+    def weigh(self, masked: bool):
+        """``f(products, shifts, words, seat, block, head, limits, scale_log2, options) -> (p, w)``. Where ``masked``, pairs beyond the ``limits`` of
+        the keys (`KeyBand.limits`) are hidden."""
+        kind, options_of = fragment(self.columns), self.options
+        shifts = types.UniTuple(F32, self.columns // 4)
+
+        def body(ops, s, shifts, words, seat, number, head, limits, scale_log2, options):
+            named, seat = self._named(options), dict(zip(self._seat(), seat, strict=True))
+            origin = number * self.q_block
+            limits = [limit - origin for limit in limits]
+            of_arrays, at = {}, 0
+            for (name, _), n in zip(self._arrays, self._counts(), strict=True):
+                of_arrays[name] = words[at : at + n]
+                at += n
+            if options_of.alibi:
+                falling = ops.as_float(words[at]) * -1.0
+                places = [ops.real("float32", seat[f"place{r}"] - origin) for r in (0, 1)]
+            kept = self._kept(ops, named, seat, origin, head) if options_of.dropout else None
+            p, w = [], []
+            for i, x in enumerate(s):
+                row, column = (i >> 1) & 1, 8 * (i >> 2) + (i & 1)
+                slope, shift = None, shifts[2 * (i >> 2) + (i & 1)]
+                if options_of.changes:
+                    fall = ops.absolute(places[row] - float(column)) * falling if options_of.alibi else None
+                    bias = self._bias(ops, of_arrays["bias"], i) if options_of.bias else None
+                    x, slope = changed(ops, options_of, named, x, fall, bias)
+                x = ops.exp2((x - shift) * scale_log2 if options_of.lowest_scores else ops.fma(x, scale_log2, shift * -1.0))
+                shown = []
+                if masked:
+                    shown.append(limits[row] <= column)
+                    shown += [limits[2 + row] >= column] if self.left else []
+                if options_of.mask:
+                    shown.append(is_shown(*self._word(options_of.mask, of_arrays["mask"], i)))
+                y = x if slope is None else x * slope
+                if kept is not None:
+                    keeps = kept(i)
+                    x, y = ops.select(keeps, x, 0.0), ops.select(keeps, y, y * -1.0)
+                for condition in shown:
+                    x, y = ops.select(condition, x, -0.0), ops.select(condition, y, -0.0)
+                p.append(x)
+                w.append(y)
+            return p, w
+
+        arguments = (kind, shifts, self.words, self.seat, I32, I32, types.UniTuple(I32, 4), F32, self._given)
+        return straight_line(types.UniTuple(kind, 2), arguments, body)
+
+    @property
+    def splits(self) -> bool:
+        """p is not w."""
+        return bool(self.options.softcap or self.options.dropout)
+
+    def differentiate(self, masked: bool):
+        """``f(w, dp, deltas, options) -> ds``, the gradients of the products."""
+        kind, options_of = fragment(self.columns), self.options
+
+        def body(ops, w, dp, deltas, options):
+            named, found = self._named(options), []
+            for i, (weight, x) in enumerate(zip(w, dp, strict=True)):
+                delta, size = deltas[2 * (i >> 2) + (i & 1)], weight
+                if options_of.dropout:
+                    size = ops.absolute(weight)
+                    x = ops.fma(x, ops.select(weight < 0.0, ops.constant("float32", 0.0), named["keep_factor"]), delta * -1.0)
+                else:
+                    x = x - delta
+                ds = size * x
+                if masked or options_of.mask:
+                    ds = ops.select(ops.is_negative_zero(weight), ops.constant("float32", 0.0), ds)
+                found.append(ds)
+            return found
+
+        return straight_line(kind, (kind, kind, types.UniTuple(F32, self.columns // 4), self._given), body)
+
+    def keep_factor(self):
+        """``f(options) -> float32``: what the sum of dV is multiplied by."""
+        return straight_line(F32, (self._given,), lambda ops, options: self._named(options)["keep_factor"])
+
+    @property
+    def fetches(self) -> bool:
+        """There is something to read for a block."""
+        return self.options.reads or self.options.alibi
+
+    def no_words(self):
+        """``f() -> words`` where there is nothing to read."""
+        return straight_line(self.words, (), lambda ops: [ops.integer(0)] * len(self.words))
+
+    def _kept(self, ops, named, seat, origin, head):
+        """Straight-line ``f(i)``: whether dropout keeps a pair. Keys of a thread start in a half of the 32 that share random bits."""
+        seed, words, second_half = ops.halves(named["seed"]), {}, (seat["key"] & _SHARED_BITS) != 0
+        query = seat["query"] + origin
+
+        def kept(i):
+            n, e = i >> 2, i & 1
+            if (n // 2, e) not in words:
+                drawn = block(ops, query + (_SHARED_BITS * (n // 2) + e), seat["key"], head, seat["batch"], seed)
+                words[n // 2, e] = [ops.select(second_half, drawn[2 + r], drawn[r]) for r in (0, 1)]
+            return is_kept(words[n // 2, e][(i >> 1) & 1], n % 2, named["keep_limit"])
+
+        return kept
