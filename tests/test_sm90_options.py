@@ -1,7 +1,7 @@
 """Options of the Hopper kernel without a GPU.
 
-Its straight-line bodies are run thread by thread on NumPy scalars, put together as the kernel does, and held to the definition; and every kind of
-plan compiles without spills.
+Straight-line bodies are run on NumPy arrays, all threads at once, put together as the kernels do, and held to the definition; and representative
+plans compile without spills.
 """
 
 from __future__ import annotations
@@ -9,36 +9,112 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from numbaflash import dispatch, testing, toolchain
-from numbaflash.dispatch import Device, Layout, Layouts, contiguous_strides
+from numbaflash.dispatch import BackwardLayouts, Device, Layout, Layouts, contiguous_strides
 from numbaflash.kernels import bands, sm90
-from numbaflash.kernels.bands import Band
+from numbaflash.kernels.bands import Band, KeyBand
+from numbaflash.kernels.sm90 import backward
 from numbaflash.kernels.sm90 import scores as bodies
+from numbaflash.kernels.sm90.backward import passes
+from numbaflash.kernels.sm90.backward import scores as key_scores
+from numbaflash.kernels.sm90.backward.config import visible_queries
+from numbaflash.kernels.sm90.backward.scores import KeyScores
 from numbaflash.kernels.sm90.config import MAX_SHARED, SharedMemory, forward_config
 from numbaflash.kernels.sm90.options import KEYS_OF_A_DRAW, kernel_keys
 from numbaflash.kernels.sm90.scores import LOG2E, Scores
-from numbaflash.problem import ITEMSIZE, make_problem
+from numbaflash.problem import ITEMSIZE, make_problem, trim_keys
 from numbaflash.ptx import straight
-from numbaflash.testing import Case, Placement
+from numbaflash.testing import BackwardCase, Case, Placement
 from numbaflash.testing.accuracy import spread_nonfinite
 from numbaflash.toolchain.launch import check_launch
 
 H200 = Device("cuda", 0, (9, 0), 132, "NVIDIA H200")
 
 
+class VectorOps(straight.SimulatorOps):
+    """Bodies on all threads of a warpgroup at once: an array for each register."""
+
+    truth = staticmethod(lambda condition: np.asarray(condition).astype(np.int32))
+    narrow = staticmethod(lambda x: np.asarray(x).astype(np.int32))
+    real = staticmethod(lambda dtype, x: np.asarray(x).astype(dtype))
+    as_float = staticmethod(lambda word: np.asarray(word, np.int32).view(np.float32))
+    memory = []  # (first address, bytes) of what may be read
+
+    @staticmethod
+    def select(condition, a, b):
+        return np.where(condition, a, np.asarray(b, np.asarray(a).dtype))
+
+    @staticmethod
+    def wide_product(a, b):
+        product = (np.asarray(a).astype(np.int64) & 0xFFFFFFFF).astype(np.uint64) * np.uint64(int(b) & 0xFFFFFFFF)
+        return [np.asarray(x).astype(np.uint32).view(np.int32) for x in (product & np.uint64(0xFFFFFFFF), product >> np.uint64(32))]
+
+    @staticmethod
+    def pair(dtype, word):
+        halves = np.asarray(word, np.int32)[..., None].view(np.uint16)
+        values = halves.view(np.float16).astype(np.float32) if dtype == "float16" else (halves.astype(np.uint32) << 16).view(np.float32)
+        return [values[..., 0], values[..., 1]]
+
+    @classmethod
+    def places(cls, address, size):
+        """Indices of addresses in the bytes of the one operand in which they all lie."""
+        address = np.atleast_1d(address)
+        for base, room in cls.memory:
+            at = address - base
+            if ((at >= 0) & (at + size <= room.size)).all():
+                return room, at
+        raise IndexError("an address lies outside of every operand")
+
+    @classmethod
+    def fetch(cls, kind, address, step, count=None, bound=0):
+        given, result = {"u8": ("u1", "i4"), "u16": ("u2", "i4"), "b32": ("i4", "i4"), "s64": ("i8", "i8"), "f32": ("f4", "f4")}[kind]
+        size, address = np.dtype(given).itemsize, np.asarray(address) + step
+        valid = np.broadcast_to(True if count is None else np.asarray(count) > bound, address.shape)
+        found = np.zeros(address.shape, result)
+        if valid.any():
+            room, at = cls.places(address[valid], size)
+            found[valid] = room[at[:, None] + np.arange(size)].view(given)[:, 0].astype(result)
+        return found if found.ndim else found[()]
+
+    @classmethod
+    def load_at(cls, address, valid):
+        return cls.fetch("f32", *np.broadcast_arrays(address, 0)[:1], 0, np.asarray(valid).astype(np.int32))
+
+    @classmethod
+    def store_at(cls, address, value, valid):
+        address, value, valid = (np.atleast_1d(x) for x in np.broadcast_arrays(address, np.float32(value), valid))
+        if valid.any():
+            room, at = cls.places(address[valid], 4)
+            room[at[:, None] + np.arange(4)] = value[valid][:, None].view(np.uint8)
+
+    @staticmethod
+    def exchange(values, mask):
+        return [np.asarray(x)[np.arange(np.size(x)) ^ mask] if np.ndim(x) else x for x in values]
+
+
+def vectorised(result, argtypes, body):
+    def function(*args):
+        with np.errstate(all="ignore"):
+            return body(VectorOps, *args)
+
+    return function
+
+
 @pytest.fixture
-def simulated(monkeypatch):
-    """Bodies become Python functions on scalars. A thread's quad has its sums in the first lane."""
-    for module in (bodies, bands):
-        monkeypatch.setattr(module, "straight_line", lambda result, argtypes, body: straight._simulated(argtypes, body))
-    monkeypatch.setattr(straight.SimulatorOps, "exchange", staticmethod(lambda values, mask: [np.float32(0)] * len(values)))
+def vectors(monkeypatch):
+    """Bodies become functions of arrays."""
+    for module in (bodies, bands, key_scores, passes):
+        monkeypatch.setattr(module, "straight_line", vectorised)
+    monkeypatch.setattr(passes, "rows", FakeRows())
+    return monkeypatch
 
 
-def lay_out(problem, memory):
+def lay_out(problem, memory, kind=Layouts):
     """The operands of a case as the dispatcher describes them."""
     found = {}
     for name, each in memory.items():
@@ -47,11 +123,32 @@ def lay_out(problem, memory):
         strides = tuple(0 if n == 1 else step for n, step in zip((1,) * (len(shape) - view.ndim) + view.shape, strides, strict=True))
         address = view.ctypes.data
         found[name] = Layout(shape, strides, math.gcd(address, 16))
-    return Layouts(**found)
+    return kind(**found)
+
+
+THREAD = np.arange(128)
+
+
+def readable(*arrays):
+    """What `VectorOps` may read."""
+    return [(x.ctypes.data, x.view(np.uint8)) for x in arrays]
+
+
+def argument(parameter, case, memory):
+    """A kernel's parameter; an address is 0 where there is no operand."""
+    if isinstance(parameter, toolchain.Scalar):
+        return {"int32": np.int32, "int64": np.int64, "float32": np.float32}[parameter.kind](parameter.value)
+    if parameter.operand == "seed":
+        return np.uint64(case.dropout_seed).view(np.int64)
+    return np.int64(memory[parameter.operand].view().ctypes.data + parameter.offset if parameter.operand in memory else 0)
+
+
+def padded(x, rows):
+    return np.concatenate([x, np.zeros((rows - len(x), x.shape[1]), x.dtype)])
 
 
 class Model:
-    """One consumer warpgroup of the kernel on NumPy scalars; tiles of 64 rows and blocks of 32 keys."""
+    """One consumer warpgroup of the forward kernel, all of its threads at once; tiles of 64 rows and blocks of 32 keys."""
 
     def __init__(self, case, **changes):
         self.case, self.memory = case, case.memory()
@@ -59,7 +156,8 @@ class Model:
         self.layouts = lay_out(self.problem, self.memory)
         self.config = config = replace(forward_config(self.problem, self.layouts), q_tile=64, kv_block=32, **changes)
         self.plain, self.first = kernel_keys(self.problem)
-        self.options = [self.argument(each) for each in config.options.arguments(self.problem, self.layouts)]
+        VectorOps.memory = readable(*(each.bits for each in self.memory.values()))
+        self.options = [argument(x, case, self.memory) for x in config.options.arguments(self.problem, self.layouts, self.first)]
         of, pack = Scores(config.kv_block, config.options), config.pack
         self.band = Band(64, config.kv_block, pack, config.left, config.right, padded=config.options.seqlens_q is not None)
         self.of_tile, self.of_warpgroup, self.limits = self.band.of_tile(), self.band.of_warpgroup(), self.band.limits()
@@ -69,13 +167,8 @@ class Model:
         self.seen_keys, self.sees = of.seen_keys(config.left), of.sees(pack, config.left, config.right)
         scale = 1.0 if config.options.changes else abs(self.plain.scale or sm90._TINY_SCALE)
         self.scale_log2 = np.float32(LOG2E * scale)
-
-    def argument(self, parameter):
-        if isinstance(parameter, toolchain.Scalar):
-            return {"int32": np.int32, "int64": np.int64, "float32": np.float32}[parameter.kind](parameter.value)
-        if parameter.operand == "seed":
-            return np.uint64(self.case.dropout_seed).view(np.int64)
-        return np.int64(self.memory[parameter.operand].view().ctypes.data + parameter.offset)
+        self.row, self.column = np.int32(THREAD // 32 * 16 + THREAD % 32 // 4), np.int32(THREAD % 4 * 2)
+        self.at = [(self.row + 8 * (i >> 1 & 1), self.column + 8 * (i >> 2) + (i & 1)) for i in range(config.kv_block // 2)]
 
     def run(self):
         problem, config = self.problem, self.config
@@ -84,7 +177,7 @@ class Model:
         out, lse = np.full(problem.out_shape, np.nan), np.full(problem.lse_shape, np.nan)
         for batch, head in itertools.product(range(problem.batch), range(problem.heads // config.pack)):
             for tile in range(-(-problem.seqlen_q * config.pack // 64)):
-                for row, (o, end) in enumerate(self.tile(q, batch, head, tile)):
+                for row, (o, end) in enumerate(zip(*self.tile(q, batch, head, tile), strict=True)):
                     query, query_head = divmod(tile * 64 + row, config.pack)
                     if query < problem.seqlen_q:
                         out[batch, query, head * config.pack + query_head] = o
@@ -92,50 +185,72 @@ class Model:
         return out, lse
 
     def tile(self, q, batch, head, tile):
-        plain, config = self.plain, self.config
-        bounds = [plain.seqlen_q, plain.seqlen_k, plain.offset, plain.left or 0, plain.right or 0]
+        plain, config, options = self.plain, self.config, self.options
+        batch, head, tile = np.int32(batch), np.int32(head), np.int32(tile)
+        bounds = list(np.int32([plain.seqlen_q, plain.seqlen_k, plain.offset, plain.left or 0, plain.right or 0]))
         if config.options.lengths:
-            bounds = self.bounds_of_entry(batch, np.int32(bounds), self.options)
-        bounds = [np.int32(x) for x in bounds]
-        first, end, my_first, my_end, left_border, right_border, _ = (int(x) for x in self.of_warpgroup(tile, 0, bounds))
+            bounds = [np.int32(x) for x in self.bounds_of_entry(batch, bounds, options)]
+        first, end, my_first, my_end, left_border, right_border, _ = (int(x) for x in self.of_warpgroup(tile, np.int32(0), bounds))
         assert (first, end) == tuple(self.of_tile(tile, bounds))
         assert first <= my_first <= my_end <= end or my_first == my_end
-        rows = [divmod(tile * 64 + row, config.pack) for row in range(64)]
         mine = np.zeros((64, plain.head_dim), np.float32)
-        for row, (query, query_head) in enumerate(rows):
+        for row in range(64):
+            query, query_head = divmod(tile * 64 + row, config.pack)
             if query < plain.seqlen_q:
                 mine[row] = q[batch, query, head * config.pack + query_head]
-        kv_head = head // (plain.group // config.pack)
-        threads = [self.Thread(self, tile, thread, batch, head, bounds) for thread in range(128)]
-        for j in reversed(range(my_first, my_end)):
-            inside = slice(j * config.kv_block, min((j + 1) * config.kv_block, plain.seqlen_k))
-            keys, values = (np.zeros((config.kv_block, x.shape[-1]), np.float32) for x in (self.k, self.v))
-            for block, x in ((keys, self.k), (values, self.v)):
-                block[: inside.stop - inside.start] = x[batch, inside, kv_head]
+        kv_head, row = head // (plain.group // config.pack), tile * np.int32(64) + self.row
+        limits = self.limits(row, self.column, bounds)
+        seat = self.take_seat(row, self.column, batch, head, np.int32(plain.seqlen_q), bounds, options)
+        m, l, o = np.full(64, -np.inf, np.float32), np.zeros(64, np.float32), np.zeros((64, plain.head_dim_v), np.float32)
+        for j in map(np.int32, reversed(range(my_first, my_end))):
+            inside = slice(j * config.kv_block, (j + 1) * config.kv_block)
+            keys, values = (padded(x[batch, inside, kv_head], config.kv_block) for x in (self.k, self.v))
             if config.inspected:
                 self.inspect(values, j, tile, batch, head, bounds)
             with np.errstate(all="ignore"):
                 products = mine @ keys.T
-            masked = j >= right_border or j < left_border or j == my_end - 1
-            for thread in threads:
-                thread.step(products, j, masked, j == my_end - 1)
-            p = np.zeros((64, config.kv_block), np.float32)
-            for a in range(0, 128, 4):
-                self.softmax(threads[a : a + 4], p)
+            s = [products[at] for at in self.at]
+            words = self.fetch[j == my_end - 1](seat, j, options) if config.options.reads else [np.int32(0)]
+            if config.negative_scale:
+                s = [-x for x in s]
+            if config.options.changes:
+                s = self.change(s, words, seat, j, options)
+            if j >= right_border or j < left_border or j == my_end - 1:
+                for i in range(len(s)):
+                    r, column = i >> 1 & 1, 8 * (i >> 2) + (i & 1) + j * config.kv_block
+                    hidden = column > limits[2 + r]
+                    if config.left:
+                        hidden = hidden | (column < limits[r])
+                    s[i] = np.where(hidden, np.float32(-np.inf), s[i])
+            if config.options.mask:
+                s = self.hide(s, words)
+            # What `fragment.online_softmax` does, in another order.
+            scores, scale, before = self.gathered(s), self.scale_log2, m
             with np.errstate(all="ignore"):
-                update = p @ values
-                for thread in threads:
-                    for r, row in enumerate(thread.rows):
-                        thread.o[r] = thread.o[r] * thread.a[r] + update[row]
-        results = [None] * 64
-        for a in range(0, 128, 4):
-            lead = threads[a]
-            statistics = [*lead.m, *lead.l, np.float32(1), np.float32(1)]
-            found = self.finish(statistics, tile * 64 + lead.rows[0], head, bounds[0], self.scale_log2, self.options)
-            for r, row in enumerate(lead.rows):
-                with np.errstate(all="ignore"):
-                    results[row] = (np.where(found[4 + r] == 0, 0, lead.o[r] * found[4 + r]), found[r])
-        return results
+                m = np.fmax(m, np.fmax.reduce(scores, axis=1))
+                base = np.where(m == -np.inf, np.float32(0), m)
+                shifted = (scores - base[:, None]) * scale if config.options.lowest_scores else scores * scale - (base * scale)[:, None]
+                p, a = np.exp2(shifted), np.exp2((before - base) * scale)
+                l = l * a + p.sum(axis=1)
+                if config.options.dropout:
+                    p = self.gathered(self.drop([p[at] for at in self.at], seat, j, options))
+                o = o * a[:, None] + p @ values
+        of_quad = THREAD % 4 == 0
+        ones = np.ones(128, np.float32)
+        statistics = [*(m[self.row + r] for r in (0, 8)), *(np.where(of_quad, l[self.row + r], np.float32(0)) for r in (0, 8)), ones, ones]
+        ends = self.finish(statistics, row, head, bounds[0], self.scale_log2, options)
+        lse, factor = np.empty(64), np.empty(64, np.float32)
+        for r in (0, 1):
+            lse[self.row + 8 * r], factor[self.row + 8 * r] = ends[r], ends[4 + r]
+        with np.errstate(all="ignore"):
+            return np.where(factor[:, None] == 0, 0, o * factor[:, None]), lse
+
+    def gathered(self, s):
+        """The block of which a fragment is made."""
+        block = np.full((64, self.config.kv_block), np.nan, np.float32)
+        for at, x in zip(self.at, s, strict=True):
+            block[at] = x
+        return block
 
     def inspect(self, values, j, tile, batch, head, bounds):
         first, end = self.seen_keys(j, bounds)
@@ -144,71 +259,10 @@ class Model:
         for row in np.flatnonzero(~np.isfinite(values).all(axis=1)):
             seen = first <= row < end
             if seen and self.config.options.mask:
-                key = j * self.config.kv_block + row
-                seen = any(self.sees(tile * 64 + n, key, batch, head, bounds, self.options) for n in range(64))
+                key = np.int32(j * self.config.kv_block + row)
+                seen = self.sees(np.int32(tile * 64 + np.arange(64)), key, batch, head, bounds, self.options).any()
             if not seen:
                 values[row] = 0
-
-    def softmax(self, quad, p):
-        """Of two rows, in a quad: what `fragment.online_softmax` does, in another order; the first lane has the sums."""
-        lead, scale = quad[0], self.scale_log2
-        with np.errstate(all="ignore"):
-            for r in (0, 1):
-                values = np.concatenate([thread.s[r] for thread in quad])
-                top = np.fmax.reduce(values, initial=lead.m[r])
-                base = np.float32(0) if top == -np.inf else top
-                lowest = self.config.options.lowest_scores
-                weights = [np.exp2((x.s[r] - base) * scale if lowest else x.s[r] * scale - base * scale) for x in quad]
-                a = np.exp2((lead.m[r] - base) * scale)
-                lead.l[r] = np.float32(lead.l[r] * a + sum(x.sum() for x in weights))
-                for thread, x in zip(quad, weights, strict=True):
-                    thread.m[r], thread.a[r], thread.p[r] = top, a, x
-            for thread in quad:
-                if self.config.options.dropout:
-                    thread.drop()
-                for r, row in enumerate(thread.rows):
-                    p[row, thread.columns] = thread.p[r]
-
-    class Thread:
-        def __init__(self, model, tile, thread, batch, head, bounds):
-            lane, warp, config = thread % 32, thread // 32, model.config
-            self.model, row = model, warp * 16 + lane // 4
-            self.rows, first = (row, row + 8), lane % 4 * 2
-            self.columns = np.array([first + 8 * n + e for n in range(config.kv_block // 8) for e in (0, 1)])
-            self.m, self.l, self.a = np.float32([-np.inf] * 2), np.zeros(2, np.float32), np.ones(2, np.float32)
-            self.o, self.s, self.p = [np.zeros(model.plain.head_dim_v, np.float32) for _ in "01"], [None] * 2, [None] * 2
-            self.limits = model.limits(tile * 64 + row, first, bounds)
-            self.seat = model.take_seat(tile * 64 + row, first, batch, head, model.plain.seqlen_q, bounds, model.options)
-            self.first = first
-
-        def step(self, products, j, masked, guarded):
-            model, config = self.model, self.model.config
-            s = self.join([products[row, self.columns] for row in self.rows])
-            words = model.fetch[guarded](self.seat, j, model.options) if config.options.reads else [np.int32(0)]
-            if config.negative_scale:
-                s = [-x for x in s]
-            if config.options.changes:
-                s = model.change(s, words, self.seat, j, model.options)
-            if masked:
-                for i in range(len(s)):
-                    r, column = (i >> 1) & 1, 8 * (i >> 2) + (i & 1) + j * config.kv_block
-                    if (column > self.limits[2 + r]) or (config.left and column < self.limits[r]):
-                        s[i] = np.float32(-np.inf)
-            if config.options.mask:
-                s = model.hide(s, words)
-            self.s, self.j = self.split(s), j
-
-        def drop(self):
-            self.p = self.split(self.model.drop(self.join(self.p), self.seat, self.j, self.model.options))
-
-        @staticmethod
-        def join(rows):
-            """The elements of a fragment out of those of two rows."""
-            return [np.float32(rows[(i >> 1) & 1][2 * (i >> 2) + (i & 1)]) for i in range(2 * len(rows[0]))]
-
-        @staticmethod
-        def split(s):
-            return [np.float32([x for i, x in enumerate(s) if (i >> 1) & 1 == r]) for r in (0, 1)]
 
 
 B, H, SQ, SK = 2, 4, 35, 74
@@ -271,17 +325,202 @@ EDGES = {
 
 
 @pytest.mark.parametrize("name", EDGES)
-def test_edges(simulated, name):
+def test_edges(vectors, name):
     shape = dict(dtype="float16", batch=B, heads=H, kv_heads=2, seqlen_q=SQ, seqlen_k=SK, head_dim=8, head_dim_v=8)
     for band in BANDS if "lengths" in name else ({},):
         check(Case(**shape | EDGES[name] | band))
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_bodies_are_what_is_defined(simulated, name):
+def test_bodies_are_what_is_defined(vectors, name):
     for band, kv_heads in itertools.product(BANDS, (H, 2)):
         shape = dict(dtype="bfloat16", batch=B, heads=H, kv_heads=kv_heads, seqlen_q=SQ, seqlen_k=SK, head_dim=8, head_dim_v=8)
         check(Case(**shape, **band, **ALONE[name]))
+
+
+# ---- gradients
+
+
+class FakeRows:
+    """What `numbaflash.ptx.rows` does, on all threads."""
+
+    @staticmethod
+    def dot(element):
+        def elements(address, valid):
+            words = [VectorOps.fetch("b32", address, 4 * n, np.asarray(valid)) for n in range(4)]
+            dtype = {"f16": "float16", "bf16": "bfloat16"}[element]
+            return np.stack([x for word in words for x in VectorOps.pair(dtype, word)])
+
+        def dot(a, b, valid):
+            with np.errstate(all="ignore"):
+                return (elements(np.asarray(a).astype(np.int64), valid) * elements(np.asarray(b).astype(np.int64), valid)).sum(axis=0)
+
+        return dot
+
+    @staticmethod
+    def zero(address):
+        pass
+
+
+class FakeCuda:
+    """Where a thread stands: all of a block."""
+
+    def __init__(self, threads):
+        self.threadIdx, self.blockIdx = SimpleNamespace(x=np.arange(threads, dtype=np.int32)), SimpleNamespace(x=np.int32(0))
+
+
+class GradientModel:
+    """The kernels of the gradients on all threads of a warpgroup at once; tiles of 64 keys, blocks of ``q_block`` queries in fragments of
+    ``columns``."""
+
+    def __init__(self, patch, case, q_block, columns):
+        self.patch, self.case, self.memory, self.problem = patch, case, case.memory(), case.problem
+        problem = self.problem
+        self.layouts = lay_out(problem, self.memory, BackwardLayouts)
+        made = backward.plan(problem, self.layouts, H200, False)
+        self.config = config = replace(made.config, q_block=q_block, kv_tile=64)
+        self.columns, self.options_of = columns, config.options
+        self.q_blocks = -(-problem.seqlen_q // q_block)
+        self.blocks = problem.batch * problem.heads * self.q_blocks
+        self.work = {name: np.full(self.blocks * q_block, np.nan, np.float32) for name in ("shifts", "deltas")}
+        self.dsinks = np.full(problem.heads, np.nan, np.float32)
+        VectorOps.memory = readable(*(each.bits for each in self.memory.values()), *self.work.values(), self.dsinks)
+
+    def rows(self):
+        """The shifts and deltas, and the gradients of sinks."""
+        config, plan = self.config, SimpleNamespace(config=self.config, layouts=self.layouts, problem=self.problem)
+        places = dict(shifts="shifts", deltas="deltas", sums=None, turns=None)
+        workspace = SimpleNamespace(q_blocks=self.q_blocks, **places)
+        given = []
+        for parameter in backward._row_parameters(plan, workspace):
+            if isinstance(parameter, toolchain.Pointer) and parameter.operand == "workspace":
+                given.append(np.int64(self.work[parameter.offset].ctypes.data if parameter.offset else 0))
+            else:
+                given.append(argument(parameter, self.case, self.memory))
+        fake = FakeCuda(passes.ROW_THREADS)
+        self.patch.setattr(passes, "cuda", fake)
+        kernel = passes.build_rows(config).function
+        for tile in range(self.blocks):
+            fake.blockIdx.x = np.int32(tile)
+            kernel(*given)
+        if config.with_dsinks:
+            with self.patch.context() as patch:
+                self.sinks(patch)
+
+    def sinks(self, patch):
+        """The kernel of the sinks' gradients, in a block of one thread."""
+        problem, config = self.problem, self.config
+        options = [argument(x, self.case, self.memory) for x in config.options.of_rows.arguments(problem, self.layouts)]
+        fake = FakeCuda(1)
+        fake.threadIdx.x = np.int32(0)
+        fake.shared, fake.syncthreads = SimpleNamespace(array=lambda n, kind: np.zeros(n, np.float32)), lambda: None
+        found = {"cuda": fake, "SINK_THREADS": 1, "zero": lambda: 0, "following": lambda n: n + 1}
+        for name, value in (found | dict.fromkeys(("within_warp", "warp_of"), lambda thread: 0)).items():
+            patch.setattr(passes, name, value)
+        patch.setattr(VectorOps, "exchange", staticmethod(lambda values, mask: [np.float32(0)] * len(values)))
+        kernel = passes.build_dsinks(config).function
+        addresses = (self.dsinks.ctypes.data, 4, self.memory["lse"].view().ctypes.data, self.work["deltas"].ctypes.data)
+        counts = problem.batch, problem.seqlen_q, problem.heads, self.q_blocks * config.q_block
+        for head in range(problem.heads):
+            fake.blockIdx.x = np.int32(head)
+            kernel(*(np.int64(x) for x in addresses), *(np.int32(x) for x in counts), *options)
+
+    def run(self):
+        problem, config = self.problem, self.config
+        self.rows()
+        options = [argument(x, self.case, self.memory) for x in config.of_products.options.arguments(problem, self.layouts)]
+        band = KeyBand(64, config.q_block, config.left, config.right, padded=config.options.lengths)
+        walk, seen_keys, limits_of = band.walk(), band.seen(), band.limits()
+        of, plain_of = KeyScores(self.columns, config.q_block, config.of_products.options, config.left), Scores(64, config.of_products.options)
+        bounds_of_entry, sees = plain_of.bounds_of_entry(False), plain_of.sees(1, config.left, config.right)
+        take_seat, fetch = of.take_seat(), of.fetch()
+        weigh, differentiate = ({masked: f(masked) for masked in (False, True)} for f in (of.weigh, of.differentiate))
+        first_query, queries = visible_queries(problem)
+        trimmed, first_key = trim_keys(problem)
+        q, k, v, dout = (self.memory[name].decoded().astype(np.float32) for name in ("q", "k", "v", "dout"))
+        q, dout = (self.outside(x, first_query, first_query + queries) for x in (q, dout))
+        k, v = (self.outside(x, first_key, first_key + trimmed.seqlen_k) for x in (k, v))
+        dq, dk, dv = (np.zeros(shape, np.float32) for shape in (problem.q_shape, problem.k_shape, problem.v_shape))
+        whole = np.int32([problem.seqlen_q, problem.seqlen_k, problem.offset, problem.left or 0, problem.right or 0])
+        scale_log2 = np.float32(LOG2E * (1.0 if config.options.changes else problem.scale))
+        shifts, deltas = (self.work[name].reshape(problem.batch, problem.heads, self.q_blocks, config.q_block) for name in ("shifts", "deltas"))
+        for batch, kv_head, n in itertools.product(range(problem.batch), range(problem.kv_heads), range(-(-problem.seqlen_k // 64))):
+            bounds = bounds_of_entry(np.int32(batch), whole, options) if config.options.lengths else list(whole)
+            keys, values = (padded(x[batch, n * 64 : n * 64 + 64, kv_head], 64) for x in (k, v))
+            is_seen = np.array([self.is_seen(j, batch, kv_head, bounds, seen_keys, sees, options) for j in range(n * 64, n * 64 + 64)])
+            if config.cleans_keys:
+                keys[~np.isfinite(keys).all(axis=1) & ~is_seen] = 0
+            key = np.int32(n * 64 + THREAD // 32 * 16 + THREAD % 32 // 4)
+            m, plain, border, steps = (int(x) for x in walk(np.int32(n), problem.group, 1, bounds))
+            tile_dk, tile_dv = np.zeros((64, problem.head_dim), np.float32), np.zeros((64, problem.head_dim_v), np.float32)
+            for step in range(steps):
+                block, head = np.int32(m + step // problem.group), kv_head * problem.group + step % problem.group
+                inside = slice(int(block) * config.q_block, (int(block) + 1) * config.q_block)
+                rows, gradients = (padded(x[batch, inside, head], config.q_block) for x in (q, dout))
+                shift, delta = shifts[batch, head, block], deltas[batch, head, block]
+                if config.cleans_queries:
+                    rows[np.isinf(shift)], gradients[np.isinf(shift)] = 0, 0
+                masked = not plain <= step < border
+                with np.errstate(all="ignore"):
+                    s, dp = keys @ rows.T, values @ gradients.T
+                p, ds = (np.full((64, config.q_block), np.nan, np.float32) for _ in "pd")
+                for first in range(0, config.q_block, self.columns):
+                    column = np.int32(first + THREAD % 4 * 2)
+                    limits = limits_of(key, column, bounds)
+                    seat = take_seat(key, column, np.int32(batch), np.int32(problem.seqlen_k), bounds, options)
+                    words = fetch(seat, block, np.int32(head), options) if of.fetches else [np.int32(0)]
+                    at = [(key + 8 * (i >> 1 & 1) - n * 64, column + 8 * (i >> 2) + (i & 1)) for i in range(self.columns // 2)]
+                    of_columns = [column + 8 * (i // 2) + i % 2 for i in range(self.columns // 4)]
+                    given = [s[x] for x in at], [shift[x] for x in of_columns], words, seat, block, np.int32(head), limits, scale_log2, options
+                    weights, signed = weigh[masked](*given)
+                    found = differentiate[masked](signed, [dp[x] for x in at], [delta[x] for x in of_columns], options)
+                    for x, weight, gradient in zip(at, weights, found, strict=True):
+                        p[x], ds[x] = weight, gradient
+                with np.errstate(all="ignore"):
+                    tile_dv += p @ gradients
+                    tile_dk += ds @ rows
+                    dq[batch, inside, head] += (ds.T @ keys)[: problem.seqlen_q - inside.start]
+            if config.bounded or config.options.mask or config.options.lengths:
+                tile_dk[~is_seen], tile_dv[~is_seen] = 0, 0
+            if config.options.dropout:
+                tile_dv *= of.keep_factor()(options)
+            dk[batch, n * 64 : n * 64 + 64, kv_head] = (tile_dk * np.float32(problem.scale))[: problem.seqlen_k - n * 64]
+            dv[batch, n * 64 : n * 64 + 64, kv_head] = tile_dv[: problem.seqlen_k - n * 64]
+        if config.bounded or config.options.hides:
+            dead = np.isinf(shifts).reshape(problem.batch, problem.heads, -1)[..., : problem.seqlen_q]
+            dq[np.moveaxis(dead, 1, 2)] = 0
+        return dq * np.float32(problem.scale), dk, dv, self.dsinks if config.with_dsinks else None
+
+    @staticmethod
+    def outside(x, first, end):
+        """Zeros where a tensor map does not reach."""
+        x = x.copy()
+        x[:, :first], x[:, end:] = 0, 0
+        return x
+
+    def is_seen(self, key, batch, kv_head, bounds, seen_keys, sees, options):
+        found = bool(seen_keys(np.int32(key), bounds)[0])
+        if not found or not self.config.options.mask:
+            return found
+        heads, query = range(kv_head * self.problem.group, (kv_head + 1) * self.problem.group), np.arange(bounds[0], dtype=np.int32)
+        return any(sees(query, np.int32(key), np.int32(batch), np.int32(head), bounds, options).any() for head in heads)
+
+
+def check_gradients(patch, case, q_block=32, columns=32):
+    dq, dk, dv, dsinks = GradientModel(patch, case, q_block, columns).run()
+    testing.check_backward(case, dq, dk, dv, dsinks=dsinks)
+
+
+def gradient_case(**given):
+    needs = ("q", "k", "v", "sinks") if given.get("with_sinks") else ("q", "k", "v")
+    return BackwardCase(**dict(dtype="bfloat16", batch=B, heads=H, seqlen_q=SQ, seqlen_k=SK, head_dim=8, head_dim_v=16, needs=needs) | given)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_gradients_are_what_is_defined(vectors, name):
+    for number, band in enumerate(BANDS):
+        kv_heads, (q_block, columns) = (H, 2)[number % 2], ((32, 32), (32, 16))[number % 2]
+        check_gradients(vectors, gradient_case(kv_heads=kv_heads, with_dlse=number % 2 == 0, **band, **ALONE[name]), q_block, columns)
 
 
 # ---- plans
@@ -378,7 +617,8 @@ def test_an_option_is_read_as_it_lies():
 def test_supports_every_option(name):
     problem = plan(64, **PLANS[name]).problem
     assert not sm90.supports(problem, H200)
-    assert dispatch.family("sm90", "backward").supports(problem, H200), "the gradients have none yet"
+    without_bias = not dispatch.family("sm90", "backward").supports(problem, H200)
+    assert without_bias == (not problem.bias)
 
 
 def test_random_bits_keep_heads_apart():
@@ -393,6 +633,6 @@ def test_softcap_far_above_the_scores_is_exact():
     for cap, kind, tolerance in ((2.0, "low", 4e-7), (2.0, "high", 2e-6), (1e6, "high", 2e-6), (1e37, "high", 2e-6)):
         named = {"cap": np.float32(cap), "cap_slope": np.float32(0.5 / cap), "cap_exponent": np.float32(LOG2E / cap)}
         with np.errstate(all="ignore"):
-            got = np.array([bodies.capped(straight.SimulatorOps, kind, each, named) for each in x], np.float64)
+            got = np.array([bodies.tanh(straight.SimulatorOps, kind, each, named) * named["cap"] for each in x], np.float64)
             exact = cap * np.tanh(0.5 * x.astype(np.float64) / cap)
         assert (np.abs(got - exact) <= tolerance * (cap if kind == "low" else np.abs(exact)) + cap * 2.0**-149).all(), (cap, kind)

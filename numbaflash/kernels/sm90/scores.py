@@ -255,7 +255,9 @@ class Scores:
             named = self._named(options)
             seqlen_q, seqlen_k, offset, *window = bounds
             length_q = length_of(ops, self.options, named, "seqlens_q", batch, seqlen_q)
-            length_k = length_of(ops, self.options, named, "seqlens_k", batch, seqlen_k)  # no key is cut off before the first one where there are lengths
+            length_k = length_of(
+                ops, self.options, named, "seqlens_k", batch, seqlen_k
+            )  # no key is cut off before the first one where there are lengths
             if self.options.per_entry:
                 offset = length_k - length_q
             end = length_k
@@ -325,8 +327,8 @@ def _signed(word: int) -> int:
 
 
 def changed(ops, options: Options, named, product, fall, bias):
-    """Straight-line ``(score, slope)`` of a product, in natural units: what is added to it, ALiBi's fall and an element of the bias, is None where there
-    is none of it. ``slope`` is the derivative of the score by the scaled product, None for 1.
+    """Straight-line ``(score, slope)`` of a product, in natural units: what is added to it, ALiBi's fall and an element of the bias, is None where
+    there is none of it. ``slope`` is the derivative of the score by the scaled product, None for 1.
     """
     more = bias if fall is None else fall if bias is None else fall + bias
     if not options.softcap:

@@ -73,11 +73,11 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     values_at, pds_slot = pipeline.slot(memory.row_bytes), pipeline.slot(memory.ds_bytes)
 
     # What options do; each of these is compiled in only where there is one that needs it.
-    options_of, cleans, hides = config.options, config.cleans_queries, config.bounded or bool(options_of.mask) or options_of.lengths
+    options_of, cleans, may_hide_keys = config.options, config.cleans_queries, config.may_hide_keys
     with_options, drops = bool(options_of), options_of.dropout
     of_scores = KeyScores(half, q_block, options_of, config.left)
     take_seat, fetch, no_words, keep_factor = of_scores.take_seat(), of_scores.fetch(), of_scores.no_words(), of_scores.keep_factor()
-    fetches, splits = of_scores.fetches, of_scores.splits
+    fetches = of_scores.fetches
     column_values, scale_dv = fragment.column_values(half), fragment.scale(dv_part)
     clean = unseen.queries(config, memory) if cleans else None
     clean_keys, seen_rows = unseen.keys(config, memory) if options_of.hides else (None, None)
@@ -290,7 +290,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     def leave(dk, dv, n, bounds, kv_head, batch, dk_map, dv_map, s_k, s_v, k_empty, v_empty, scale_of_dk, my):
         """dK and dV leave through the shared memory of K and V, whose last use is over."""
         warp.barrier_sync(ALL, 128 * count)
-        if hides:  # NaN among the queries stays out of keys that none of them sees
+        if may_hide_keys:  # NaN among the queries stays out of keys that none of them sees
             key = key_of_thread(n, my.thread)
             seen = seen_keys(key, bounds)
             if masked_keys and warp.ballot(spoilt_dk(dk) | spoilt_dv(dv)) != 0:

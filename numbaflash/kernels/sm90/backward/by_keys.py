@@ -71,7 +71,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     values_at, ds_slot = pipeline.slot(memory.row_bytes), pipeline.slot(memory.ds_bytes)
 
     # What options do; each of these is compiled in only where there is one that needs it.
-    options_of, cleans, hides = config.options, config.cleans_queries, config.bounded or bool(options_of.mask) or options_of.lengths
+    options_of, cleans, may_hide_keys = config.options, config.cleans_queries, config.may_hide_keys
     with_options, drops = bool(options_of), options_of.dropout
     of_scores = KeyScores(q_block, q_block, options_of, config.left)
     take_seat, fetch, no_words, keep_factor = of_scores.take_seat(), of_scores.fetch(), of_scores.no_words(), of_scores.keep_factor()
@@ -227,7 +227,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
         """
         pipeline.release(k_empty, only(), my.lane)
         warp.barrier_sync(plus(my.w, OWN), 128)
-        if hides:  # NaN among the queries stays out of keys that none of them sees
+        if may_hide_keys:  # NaN among the queries stays out of keys that none of them sees
             key = key_of_thread(n, my.w, my.thread)
             seen = seen_keys(key, bounds)
             if masked_keys and warp.ballot(spoilt_dk(dk) | spoilt_dv(dv)) != 0:

@@ -138,6 +138,16 @@ class BackwardConfig(Warpgroups):
         return self.options.sinks and self.options.hides
 
     @property
+    def may_hide_keys(self) -> bool:
+        """A tile may hold keys that no query sees, whose gradients are 0 whatever comes of the products."""
+        return self.bounded or bool(self.options.mask) or self.options.lengths
+
+    @property
+    def may_hide_queries(self) -> bool:
+        """A block may hold queries that see no key."""
+        return self.bounded or self.options.hides
+
+    @property
     def cleans_queries(self) -> bool:
         """A block may hold queries that see no key, which only the device knows."""
         return self.options.hides

@@ -23,7 +23,8 @@ def build_rows(config: BackwardConfig) -> KernelSource:
     """For each query row ``shift = lse * log2(e)`` and ``delta = rowsum(dO * O) - dlse``, and zeros in the sum of dQ.
 
     Rows that see no key, those past the length of their batch entry and those that fill up the last block get a shift of +inf, which makes every
-    probability 0, and a delta of 0. A block of threads takes a block of queries. With a bias, which may be as low as float32 goes, the shift is the LSE.
+    probability 0, and a delta of 0. A block of threads takes a block of queries. With a bias that may be as low as float32 goes, the shift is the
+    LSE.
 
     A row without keys that has a sink does not show in its LSE. It matters only where its Q or dO holds NaN or infinity: then its LSE is the sink
     and its output 0, and such a row is given a shift of +inf, too.
@@ -163,7 +164,7 @@ def build_dq(config: BackwardConfig) -> KernelSource:
     part_of = straight_line(UniTuple(uint64, 2), (int32, int32, uint64, int32), part_of)
     seen_rows = straight_line(UniTuple(int32, 2), (uint64, *(int32,) * 3), seen_rows)
     place_of = straight_line(UniTuple(int32, 4), (int32,) * 4, place_of)
-    columns_apart, bounded = not by_rows and parts > 1, config.bounded or config.options.hides
+    columns_apart, may_hide = not by_rows and parts > 1, config.may_hide_queries
 
     def kernel(dq_map, sums, shifts, heads, q_blocks, factor):
         tile, tid = cuda.blockIdx.x, cuda.threadIdx.x
@@ -171,7 +172,7 @@ def build_dq(config: BackwardConfig) -> KernelSource:
         part, thread = warp.shuffle_index(warpgroup_of(tid), 0), within_warpgroup(tid)
         source, staged = part_of(tid, tile, sums, s_base)
         dq = load(source, thread)
-        if bounded:
+        if may_hide:
             dq = select_rows(dq, seen_rows(shifts, tile, part, thread))
         put(to_16bit(scale(dq, factor)), staged, thread)
         batch, head, row, barrier = place_of(tile, q_blocks, heads, part)

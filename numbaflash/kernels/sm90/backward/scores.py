@@ -1,7 +1,7 @@
 """What options do to a thread's scores in the gradients, where rows are keys and columns are queries.
 
-What a score is, and what a mask shows, is that of the forward (`numbaflash.kernels.sm90.scores`). A thread has two keys, 8 apart, in which it keeps its
-*seat* for a tile, and reads its *words* for each block of queries of each head: elements of the mask and the bias, and the head's slope of ALiBi.
+What a score is, and what a mask shows, is that of the forward (`numbaflash.kernels.sm90.scores`). A thread has two keys, 8 apart, in which it keeps
+its *seat* for a tile, and reads its *words* for each block of queries of each head: elements of the mask and the bias, and the head's slope of ALiBi.
 
 Of a pair two numbers are kept: p, the weight that V had, and w, what the gradient of the weight is multiplied by, p but for dropout and the slope of
 the score. The sign of w says what became of the pair: -0.0 where it is hidden, and nothing may be multiplied; negative where dropout drops it.

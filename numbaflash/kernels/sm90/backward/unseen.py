@@ -4,8 +4,8 @@ Where only the device knows what takes part (a mask, lengths, a bias of -inf), c
 queries that see no key, which have a shift of +inf, and rows of K with NaN or infinity that no query sees. Blocks that hold such queries are those at
 the end of the lengths, and what a mask hides wholly; for all others this costs to look at the shifts, and for K to look through it once a tile.
 
-NaN in what does take part may reach the gradients of all keys of a tile, but not of those that no query sees: where one shows in dK or dV, the mask is
-searched for who sees the key.
+NaN in what does take part may reach the gradients of all keys of a tile, but not of those that no query sees: where one shows in dK or dV, the mask
+is searched for who sees the key.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def _blank_dead_rows(config, memory):
 def keys(config: BackwardConfig, memory: SharedMemory):
     """Two functions. What is seen is searched for in all query heads of the group, by a warp together.
 
-    ``clean(s_k, n, w, thread, lane, batch, kv_head, group, bounds, options)`` is done by all consumers when K of tile n is there. Each warp cleans the
-    rows from which it computes scores, or some of those that consumers share; the barrier before dQ is computed shows it to the others.
+    ``clean(s_k, n, w, thread, lane, batch, kv_head, group, bounds, options)`` is done by all consumers when K of tile n is there. Each warp cleans
+    the rows from which it computes scores, or some of those that consumers share; the barrier before dQ is computed shows it to the others.
 
     ``seen_rows(key, lane, batch, kv_head, group, bounds, options) -> (seen0, seen1)`` for the thread's two rows, the first of which has that key.
     """
