@@ -154,6 +154,11 @@ class Options:
         return bool(self.mask or self.bias)
 
     @property
+    def terms(self) -> int:
+        """How many options have to do with each score."""
+        return sum(map(bool, (self.softcap, self.alibi, self.mask, self.bias)))
+
+    @property
     def hides(self) -> bool:
         """Beyond the band, pairs may be hidden, or have scores of -inf."""
         return bool(self.mask or self.bias or self.lengths)

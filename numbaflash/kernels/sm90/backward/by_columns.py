@@ -56,7 +56,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     row_operand, k_part_operand, p_operand = wgmma.operand(), wgmma.operand(0, kv_panel_bytes), wgmma.operand(memory.ds_bytes)
     q_operand, dout_operand = wgmma.operand(memory.q_bytes), wgmma.operand(memory.dout_bytes)
     q_mn_operand, dout_mn_operand = wgmma.operand(memory.q_bytes, q_panel_bytes), wgmma.operand(memory.dout_bytes, q_panel_bytes)
-    wait_scores, wait_value_scores = wgmma.wait(1 if with_ds else 0, half), wgmma.wait(0, half)
+    wait_scores, wait_value_scores = wgmma.wait(1 if with_ds and not config.crowded else 0, half), wgmma.wait(0, half)
     wait_dv, wait_dk, wait_dq = wgmma.wait(with_dk + with_dq, dv_part), wgmma.wait(int(with_dq), d_part), wgmma.wait(0, d_part)
     wait_scores_before_dk, wait_value_scores_before_dk = wgmma.wait(2, half), wgmma.wait(1, half)
     wait_dv_before_dq, wait_dk_alone = wgmma.wait(1, dv_part), wgmma.wait(0, d_part)
@@ -74,7 +74,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
 
     # What options do; each of these is compiled in only where there is one that needs it.
     options_of, cleans, may_hide_keys = config.options, config.cleans_queries, config.may_hide_keys
-    with_options, drops = bool(options_of), options_of.dropout
+    with_options, drops, crowded = bool(options_of), options_of.dropout, config.crowded
     of_scores = KeyScores(half, q_block, options_of, config.left)
     take_seat, fetch, no_words, keep_factor = of_scores.take_seat(), of_scores.fetch(), of_scores.no_words(), of_scores.keep_factor()
     fetches = of_scores.fetches
@@ -253,13 +253,15 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
                 clean(place, ring, my.w, my.thread, my.lane)
             s = scores(my.k, q_operand(my.q_half, place))
             pipeline.wait(ring.dout_full, place)
-            if with_ds:
+            if with_ds and not crowded:
                 dp = value_scores(my.v, dout_operand(my.dout_half, place))
             if deterministic and carried > 0:
                 settle(my)  # only now, so that these products hide how long the additions of the block before take to arrive
             head = plus(my.first_head, member)
             words = fetch(my.seat, m, head, my.options) if fetches else no_words()
             p, w = weights(wait_scores(s), words, place, m, head, ring, my)
+            if with_ds and crowded:
+                dp = value_scores(my.v, dout_operand(my.dout_half, place))
             pds = pds_slot(my.pds, place)
             if with_dv:
                 put_half(to_16bit(p), pds, my.thread, my.first_query)

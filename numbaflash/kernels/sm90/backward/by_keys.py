@@ -55,7 +55,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     ds_operand, k_part_operand, wait_dq = wgmma.operand(memory.ds_bytes), wgmma.operand(0, kv_panel_bytes), wgmma.wait(0, *[part_columns] * parts)
     row_operand, q_operand, dout_operand = wgmma.operand(), wgmma.operand(memory.q_bytes), wgmma.operand(memory.dout_bytes)
     q_mn_operand, dout_mn_operand = wgmma.operand(memory.q_bytes, q_panel_bytes), wgmma.operand(memory.dout_bytes, q_panel_bytes)
-    wait_scores, wait_value_scores = wgmma.wait(1 if with_ds else 0, q_block), wgmma.wait(0, q_block, q_block)
+    wait_scores, wait_value_scores = wgmma.wait(1 if with_ds and not config.crowded else 0, q_block), wgmma.wait(0, q_block, q_block)
     wait_dv, wait_dk = wgmma.wait(int(with_dk), dv_columns), wgmma.wait(0, d)
     scale_dk = fragment.scale(d)
     select_dk, select_dv = fragment.select_rows(d), fragment.select_rows(dv_columns)
@@ -72,7 +72,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
 
     # What options do; each of these is compiled in only where there is one that needs it.
     options_of, cleans, may_hide_keys = config.options, config.cleans_queries, config.may_hide_keys
-    with_options, drops = bool(options_of), options_of.dropout
+    with_options, drops, crowded = bool(options_of), options_of.dropout, config.crowded
     of_scores = KeyScores(q_block, q_block, options_of, config.left)
     take_seat, fetch, no_words, keep_factor = of_scores.take_seat(), of_scores.fetch(), of_scores.no_words(), of_scores.keep_factor()
     fetches, splits = of_scores.fetches, of_scores.splits
@@ -175,13 +175,15 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
                 clean(place, ring, my.w, my.thread, my.lane)
             s = scores(my.k, q_operand(ring.q, place))
             pipeline.wait(ring.dout_full, place)
-            if with_ds:
+            if with_ds and not crowded:
                 dp = value_scores(my.v, dout_operand(ring.dout, place))
             head = plus(my.first_head, member)
             words = fetch(my.seat, m, head, my.options) if fetches else no_words()
             p, w = weights(wait_scores(s), words, place, m, head, ring, my)
             if splits:
                 p16 = to_16bit(p)
+            if with_ds and crowded:
+                dp = value_scores(my.v, dout_operand(ring.dout, place))
             if with_ds:
                 dp, w = wait_value_scores(dp, w)
             if not splits:

@@ -78,12 +78,17 @@ class BackwardConfig(Warpgroups):
         return self.kv_tile == 64
 
     @property
+    def crowded(self) -> bool:
+        """So much is read or drawn for each pair that no registers are left for products under way meanwhile."""
+        return self.options.reads and (self.options.dropout or self.options.terms > 2)
+
+    @property
     def overlap(self) -> bool:
         """The product for dK of a block of queries waits, to run beside the probabilities of the next block.
 
         Measured on an H200: 2 to 7% faster with `columns_apart`, 3 to 10% slower without, where it also spills under a band.
         """
-        return self.columns_apart and self.with_dq and self.with_dk and self.with_dv
+        return self.columns_apart and self.with_dq and self.with_dk and self.with_dv and not self.crowded
 
     @property
     def kv_arrivals(self) -> tuple[int, int]:
@@ -220,30 +225,34 @@ def backward_config(problem: Problem, layouts: BackwardLayouts, *, blocks: int, 
     widest = max(problem.head_dim, problem.head_dim_v)
     with_dq, with_dk, with_dv, with_dsinks = (getattr(layouts, name) is not None for name in ("dq", "dk", "dv", "dsinks"))
     options = Options.of(problem, layouts, access_of=Access.of_gradients)
-    q_block, kv_tile = option_tiles(widest, options.of_products) if options else (128 if widest <= 64 else 64, 128 if widest <= 128 else 64)
+    tiles = {"q_block": 128 if widest <= 64 else 64, "kv_tile": 128 if widest <= 128 else 64}
+    if options.of_products:
+        tiles = option_tiles(widest, options)
     deterministic = deterministic and with_dq
+    # The producer's warps spill what they know of a panel more, or of the turns of entries with lengths, beyond 24.
+    registers = (40, 232) if tiles["kv_tile"] == 64 or (deterministic and options.lengths) else (24, 240)
     return BackwardConfig(
         element=ELEMENTS[problem.dtype],
         head_dim=problem.head_dim,
         head_dim_v=problem.head_dim_v,
-        q_block=q_block,
-        kv_tile=kv_tile,
-        registers=(24, 240) if kv_tile == 128 else (40, 232),
+        registers=registers,
         left=problem.left is not None,
         right=problem.right is not None,
         with_dq=with_dq,
         with_dk=with_dk,
         with_dv=with_dv,
         deterministic=deterministic,
-        last_keys_first=deterministic and problem.right is not None and _fits_though_apart(problem, kv_tile, blocks),
+        last_keys_first=deterministic and problem.right is not None and _fits_though_apart(problem, tiles["kv_tile"], blocks),
         with_dsinks=with_dsinks,
         options=options,
+        **tiles,
     )
 
 
-def option_tiles(widest: int, options: Options) -> tuple[int, int]:
-    """Queries of a step and keys of a tile where there are options: what is read or drawn for a pair takes registers."""
-    return 64, 128 if widest <= 128 else 64
+def option_tiles(widest: int, options: Options) -> dict:
+    """The tiles where there are options: what is read or drawn for a pair takes registers. Where there is much of it, those of consumers that own
+    keys suffice for narrow head dims only."""
+    return {"q_block": 64, "kv_tile": 64 if widest > (64 if options.dropout or options.terms > 1 else 128) else 128}
 
 
 def column_bytes(problem: Problem) -> int:

@@ -48,8 +48,15 @@ class KeyScores:
 
     # ---- what a thread knows of its keys
 
+    @property
+    def _finds_places_anew(self) -> bool:
+        """For each block, instead of keeping them: what is read and drawn takes the registers."""
+        return self.options.reads and self.options.dropout
+
     def _seat(self) -> dict:
         options, found = self.options, {}
+        if self._finds_places_anew:
+            return dict.fromkeys(("key", "query", "batch", "seqlen_k", "queries", "offset"), I32)
         for name, access in self._arrays:
             found |= {f"{name}{r}": I64 for r in range(1 + access.by_row)}
         if options.reads:
@@ -73,16 +80,30 @@ class KeyScores:
         """
 
         def body(ops, key, column, batch, seqlen_k, bounds, options):
-            named, seat = self._named(options), {"key": key, "query": column, "batch": batch, "queries": bounds[0] - column}
-            for name, access in self._arrays:
-                for r in range(1 + access.by_row):
-                    seat[f"{name}{r}"] = element(ops, named, name, batch=batch, key=ops.minimum(key + 8 * r, seqlen_k - 1), query=column)
-            if self.options.alibi:
-                seat["slopes"] = element(ops, named, "alibi_slopes", batch=batch)
-                seat |= {f"place{r}": key + 8 * r - bounds[2] - column for r in (0, 1)}
+            seat = {"key": key, "query": column, "batch": batch, "seqlen_k": seqlen_k, "queries": bounds[0] - column, "offset": bounds[2]}
+            if not self._finds_places_anew:
+                seat |= self._places(ops, self._named(options), seat)
             return [seat[name] for name in self._seat()]
 
         return straight_line(self.seat, (*(I32,) * 4, BOUNDS, self._given), body)
+
+    def _places(self, ops, named, seat):
+        found, key = {}, seat["key"]
+        for name, access in self._arrays:
+            for r in range(1 + access.by_row):
+                at = ops.minimum(key + 8 * r, seat["seqlen_k"] - 1)
+                found[f"{name}{r}"] = element(ops, named, name, batch=seat["batch"], key=at, query=seat["query"])
+        if self.options.alibi:
+            found["slopes"] = element(ops, named, "alibi_slopes", batch=seat["batch"])
+            found |= {f"place{r}": key + 8 * r - seat["offset"] - seat["query"] for r in (0, 1)}
+        return found
+
+    def _open(self, ops, named, seat):
+        seat = dict(zip(self._seat(), seat, strict=True))
+        if self._finds_places_anew:
+            seat |= {name: ops.opaque(seat[name]) for name in ("key", "query", "batch")}
+            seat |= self._places(ops, named, seat)
+        return seat
 
     # ---- what is read for a block
 
@@ -103,7 +124,8 @@ class KeyScores:
         """``f(seat, block, head, options) -> words``; nothing beyond the last query there is."""
 
         def body(ops, seat, number, head, options):
-            named, seat, words = self._named(options), dict(zip(self._seat(), seat, strict=True)), []
+            named, words = self._named(options), []
+            seat = self._open(ops, named, seat)
             first = number * self.q_block
             count = seat["queries"] - first if self.options.reads else None
             for name, access in self._arrays:
@@ -153,8 +175,8 @@ class KeyScores:
         shifts = types.UniTuple(F32, self.columns // 4)
 
         def body(ops, s, shifts, words, seat, number, head, limits, scale_log2, options):
-            named, seat = self._named(options), dict(zip(self._seat(), seat, strict=True))
-            origin = number * self.q_block
+            named, origin = self._named(options), number * self.q_block
+            seat = self._open(ops, named, seat)
             limits = [limit - origin for limit in limits]
             of_arrays, at = {}, 0
             for (name, _), n in zip(self._arrays, self._counts(), strict=True):
