@@ -20,7 +20,7 @@ from numbaflash.kernels import bands, sm90
 from numbaflash.kernels.bands import Band, KeyBand
 from numbaflash.kernels.sm90 import backward
 from numbaflash.kernels.sm90 import scores as bodies
-from numbaflash.kernels.sm90.backward import passes
+from numbaflash.kernels.sm90.backward import bias, passes
 from numbaflash.kernels.sm90.backward import scores as key_scores
 from numbaflash.kernels.sm90.backward.config import visible_queries
 from numbaflash.kernels.sm90.backward.scores import KeyScores
@@ -108,7 +108,7 @@ def vectorised(result, argtypes, body):
 @pytest.fixture
 def vectors(monkeypatch):
     """Bodies become functions of arrays."""
-    for module in (bodies, bands, key_scores, passes):
+    for module in (bodies, bands, key_scores, passes, bias):
         monkeypatch.setattr(module, "straight_line", vectorised)
     monkeypatch.setattr(passes, "rows", FakeRows())
     return monkeypatch
@@ -489,7 +489,59 @@ class GradientModel:
         if config.bounded or config.options.hides:
             dead = np.isinf(shifts).reshape(problem.batch, problem.heads, -1)[..., : problem.seqlen_q]
             dq[np.moveaxis(dead, 1, 2)] = 0
-        return dq * np.float32(problem.scale), dk, dv, self.dsinks if config.with_dsinks else None
+        sinks, of_bias = self.dsinks if config.with_dsinks else None, None
+        if config.with_dbias:
+            of_bias = self.bias(q, k, v, dout, bounds_of_entry, whole, options, scale_log2)
+        return dq * np.float32(problem.scale), dk, dv, of_bias, sinks
+
+    def bias(self, q, k, v, dout, bounds_of_entry, whole, options, scale_log2):
+        """The kernel of the bias's gradient: what each of its blocks comes to."""
+        problem, config, layout = self.problem, self.config, self.layouts.dbias
+        found = np.full(layout.shape, np.nan, np.float32)
+        parts = bias.Parts(*config.dbias_axes, config.left, config.right)
+        own_part, shares_of, part_of_turn, is_work = parts.own(), parts.shares(), parts.of_turn(), parts.is_work()
+        of = KeyScores(64, 64, config.of_products.options, config.left, of_bias=True)
+        take_seat, fetch, weigh, differentiate = of.take_seat(), of.fetch(), of.weigh(True), of.differentiate(True)
+        limits_of = KeyBand(bias.KV_TILE, bias.Q_BLOCK, config.left, config.right).limits()
+        q_blocks, kv_tiles = backward._bias_tiles(problem)
+        rows = {name: padded(x.reshape(problem.batch * problem.heads, -1).T, 64 * q_blocks).T for name, x in self.work.items()}
+        rows["shifts"][:, self.q_blocks * config.q_block :] = np.inf
+        numbers = [np.int32(n) for n in (*layout.shape[:2], problem.batch, problem.heads, q_blocks, kv_tiles)]
+        blocks = math.prod(layout.shape[:2]) * math.prod(n for n, wanted in zip((q_blocks, kv_tiles), config.dbias_axes, strict=True) if wanted)
+        for tile in range(blocks):
+            own = own_part(np.int32(tile), numbers[1], *numbers[4:])
+            shares = shares_of(*numbers)
+            total = np.zeros((bias.KV_TILE, bias.Q_BLOCK), np.float32)
+            for turn in range(int(shares[4])):
+                batch, head, m, n = part_of_turn(np.int32(turn), own, shares)
+                bounds = bounds_of_entry(batch, whole, options) if config.options.lengths else list(whole)
+                if not is_work(m, n, bounds):
+                    continue
+                of_keys, of_queries = slice(int(n) * 128, int(n) * 128 + 128), slice(int(m) * 64, int(m) * 64 + 64)
+                keys, values = (padded(x[batch, of_keys, head // problem.group], 128) for x in (k, v))
+                queries, gradients = (padded(x[batch, of_queries, head], 64) for x in (q, dout))
+                shift, delta = (rows[name][batch * problem.heads + head, of_queries] for name in ("shifts", "deltas"))
+                with np.errstate(all="ignore"):
+                    s, dp = keys @ queries.T, values @ gradients.T
+                for first in (0, 64):
+                    row, column = np.int32(first + THREAD // 32 * 16 + THREAD % 32 // 4), np.int32(THREAD % 4 * 2)
+                    key = n * np.int32(bias.KV_TILE) + row
+                    seat = take_seat(key, column, batch, np.int32(problem.seqlen_k), bounds, options)
+                    at = [(row + 8 * (i >> 1 & 1), column + 8 * (i >> 2) + (i & 1)) for i in range(32)]
+                    of_columns = [column + 8 * (i // 2) + i % 2 for i in range(16)]
+                    limits, words = limits_of(key, column, bounds), fetch(seat, m, head, options)
+                    shifts, deltas = ([x[c] for c in of_columns] for x in (shift, delta))
+                    _, p = weigh([s[x] for x in at], shifts, words, seat, m, head, limits, scale_log2, options)
+                    for x, ds in zip(at, differentiate(p, [dp[x] for x in at], deltas, options), strict=True):
+                        total[x] += ds
+            part = total.T
+            place = [np.s_[int(own[0])], np.s_[int(own[1])]]
+            for axis, (first, size, wanted) in enumerate(zip(own[2:], (bias.Q_BLOCK, bias.KV_TILE), config.dbias_axes, strict=True)):
+                part = part if wanted else part.sum(axis=axis, keepdims=True)
+                place.append(np.s_[int(first) * size : (int(first) + 1) * size])
+            shape = found[tuple(place)].shape
+            found[tuple(place)] = part[: shape[0], : shape[1]]
+        return found
 
     @staticmethod
     def outside(x, first, end):
@@ -507,12 +559,11 @@ class GradientModel:
 
 
 def check_gradients(patch, case, q_block=32, columns=32):
-    dq, dk, dv, dsinks = GradientModel(patch, case, q_block, columns).run()
-    testing.check_backward(case, dq, dk, dv, dsinks=dsinks)
+    testing.check_backward(case, *GradientModel(patch, case, q_block, columns).run())
 
 
 def gradient_case(**given):
-    needs = ("q", "k", "v", "sinks") if given.get("with_sinks") else ("q", "k", "v")
+    needs = ("q", "k", "v", *["bias"] * ("bias_shape" in given), *["sinks"] * ("with_sinks" in given))
     return BackwardCase(**dict(dtype="bfloat16", batch=B, heads=H, seqlen_q=SQ, seqlen_k=SK, head_dim=8, head_dim_v=16, needs=needs) | given)
 
 
@@ -617,8 +668,7 @@ def test_an_option_is_read_as_it_lies():
 def test_supports_every_option(name):
     problem = plan(64, **PLANS[name]).problem
     assert not sm90.supports(problem, H200)
-    without_bias = not dispatch.family("sm90", "backward").supports(problem, H200)
-    assert without_bias == (not problem.bias)
+    assert not dispatch.family("sm90", "backward").supports(problem, H200)
 
 
 def test_random_bits_keep_heads_apart():

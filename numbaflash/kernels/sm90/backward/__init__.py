@@ -1,6 +1,7 @@
 """Gradients of exact attention on the tensor cores of Hopper GPUs: float16 and bfloat16.
 
-Three launches: the rows' shift and delta and an empty sum of dQ (`passes`), the products (`kernel`), and dQ out of its sum.
+Three launches: the rows' shift and delta and an empty sum of dQ (`passes`), the products (`kernel`), and dQ out of its sum; and one more for the
+gradient of a bias (`bias`), or of sinks.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from ....dispatch import BackwardLayouts, Device, Launch, Plan, operands
 from ....problem import ITEMSIZE, Problem, trim_keys
 from ... import sm90
 from ...sections import choose_section, fitting_section
+from ..options import FEATURES as FEATURES
 from ..tensor_maps import refusal, row_major, rows_map
+from . import bias
 from .config import (
     L2_BYTES,
     PART_ROWS,
@@ -30,9 +33,6 @@ from .config import (
     visible_queries,
 )
 
-FEATURES = sm90.options.FEATURES - {"bias"}
-"""`Problem.features` that the kernels have."""
-
 _BUILD = "numbaflash.kernels.sm90.backward."
 _ARCH = (9, 0, "a")
 _SLOWER_PAST_L2 = 1.15  # measured on an H200 where fewer than head_dim / 32 blocks are at work on a head; with more 0 to 4% are lost
@@ -42,7 +42,10 @@ _TILE_COST = 1.5  # start and end of a tile, in blocks of queries
 
 def supports(problem: Problem, device: Device) -> tuple[str, ...]:
     """Reasons why this family cannot compute the problem's gradients there."""
-    return sm90.supports(problem, device, FEATURES)
+    reasons = list(sm90.supports(problem, device))
+    if problem.bias and math.prod((*problem.bias[:2], *_bias_tiles(problem))) >= 2**31:
+        reasons.append(f"a bias must have fewer than 2**31 tiles of {bias.Q_BLOCK} queries and {bias.KV_TILE} keys")
+    return tuple(reasons)
 
 
 def plan(problem: Problem, layouts: BackwardLayouts, device: Device, deterministic: bool) -> Plan:
@@ -124,6 +127,11 @@ def launches(plan: Plan) -> list[tuple[toolchain.KernelRequest, list, tuple, int
     if config.with_dq:
         threads, shared_bytes = 128 * workspace.parts, 1024 + 2 * PART_ROWS * config.part_columns * workspace.parts
         steps.append((kernel("passes:build_dq"), _dq_parameters(plan, workspace), (workspace.blocks,), threads, shared_bytes))
+    if config.with_dbias and 0 not in plan.problem.bias:
+        blocks = math.prod(plan.layouts.dbias.shape[:2])
+        blocks *= math.prod(n for n, wanted in zip(_bias_tiles(plan.problem), config.dbias_axes, strict=True) if wanted)
+        parameters, shared_bytes = _bias_parameters(plan, workspace), bias.Memory(config).total
+        steps.append((kernel("bias:build", config.of_bias), parameters, (blocks,), bias.THREADS, shared_bytes))
     if config.with_dsinks:
         steps.append((kernel("passes:build_dsinks"), _sink_parameters(plan, workspace), (plan.problem.heads,), SINK_THREADS, 0))
     return steps
@@ -143,6 +151,49 @@ def _row_parameters(plan, workspace):
         *(toolchain.Scalar("int32", n) for n in (problem.seqlen_q, problem.heads, workspace.q_blocks)),
         *given,
     ]
+
+
+def _bias_tiles(problem):
+    """Blocks of queries and tiles of keys of a head."""
+    return -(-problem.seqlen_q // bias.Q_BLOCK), -(-problem.seqlen_k // bias.KV_TILE)
+
+
+def _bias_parameters(plan, workspace):
+    problem, config, layouts = plan.problem, plan.config, plan.layouts
+    dtype, dbias = problem.dtype, layouts.dbias
+    keys, first_key = trim_keys(problem)
+    first_query, queries = visible_queries(problem)
+    integers = (
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.offset,
+        problem.left or 0,
+        problem.right or 0,
+        first_query,
+        first_key,
+        problem.batch,
+        problem.heads,
+        problem.group,
+        *_bias_tiles(problem),
+        workspace.q_blocks * config.q_block,
+    )
+    return [
+        rows_map("q", dtype, layouts.q, bias.Q_BLOCK, first_query, queries),
+        rows_map("k", dtype, layouts.k, bias.KV_TILE, first_key, keys.seqlen_k),
+        rows_map("v", dtype, layouts.v, bias.KV_TILE, first_key, keys.seqlen_k),
+        rows_map("dout", dtype, layouts.dout, bias.Q_BLOCK, first_query, queries),
+        toolchain.Array("dbias", "float32" if problem.bias_dtype == "float32" else "uint16", dbias.shape, dbias.strides),
+        *(toolchain.Pointer("workspace", offset) for offset in (workspace.shifts, workspace.deltas)),
+        *(toolchain.Scalar("int32", n) for n in integers),
+        toolchain.Scalar("float32", _in_base_2(problem, config)),
+        *config.of_products.options.arguments(problem, layouts),
+    ]
+
+
+def _in_base_2(problem, config):
+    """What scores, or products where nothing changes them, are multiplied by."""
+    with np.errstate(over="ignore"):
+        return float(np.float32(math.log2(math.e) * (1.0 if config.options.changes else problem.scale)))
 
 
 def _sink_parameters(plan, workspace):
@@ -183,9 +234,8 @@ def _parameters(plan, workspace):
         section,
         len(costs) * columns,
     )
-    in_base_2 = math.log2(math.e) * (1.0 if config.options.changes else problem.scale)
     with np.errstate(over="ignore"):
-        factors = [float(np.float32(x)) for x in (in_base_2, problem.scale)]
+        factors = [_in_base_2(problem, config), float(np.float32(problem.scale))]
     return [
         rows_map("q", dtype, layouts.q, config.q_block, first_query, queries),
         rows_map("k", dtype, layouts.k, config.kv_tile, first_key, keys.seqlen_k),

@@ -43,7 +43,9 @@ class BackwardConfig(Warpgroups):
         Tiles add their parts of dq in the order of their keys.
     last_keys_first : bool
         That order is from the last keys to the first, and tiles run in it.
-    with_dsinks : bool
+    with_dbias, with_dsinks : bool
+    dbias_axes : (bool, bool)
+        Whether the gradient of the bias has an axis of queries, and one of keys, along which it is not summed.
     options : Options
         What there is beside q, k, v and the band.
     """
@@ -62,7 +64,9 @@ class BackwardConfig(Warpgroups):
     with_dv: bool = True
     deterministic: bool = False
     last_keys_first: bool = False
+    with_dbias: bool = False
     with_dsinks: bool = False
+    dbias_axes: tuple[bool, bool] = (True, True)
     options: Options = Options()
 
     consumers = 2
@@ -130,12 +134,18 @@ class BackwardConfig(Warpgroups):
 
     @property
     def with_deltas(self) -> bool:
-        return self.with_ds or self.with_dsinks
+        return self.with_ds or self.with_dbias or self.with_dsinks
 
     @property
     def of_products(self) -> BackwardConfig:
         """What the main kernel depends on."""
-        return replace(self, with_dsinks=False, options=self.options.of_products)
+        return replace(self, with_dbias=False, with_dsinks=False, dbias_axes=(True, True), options=self.options.of_products)
+
+    @property
+    def of_bias(self) -> BackwardConfig:
+        """What the kernel of the bias's gradient depends on."""
+        others = dict.fromkeys(("with_dq", "with_dk", "with_dv", "with_dsinks", "deterministic", "last_keys_first"), False)
+        return replace(self, q_block=64, kv_tile=128, registers=(0, 0), options=self.options.of_products, **others)
 
     @property
     def behind_sink(self) -> bool:
@@ -223,7 +233,7 @@ class SharedMemory:
 def backward_config(problem: Problem, layouts: BackwardLayouts, *, blocks: int, deterministic: bool) -> BackwardConfig:
     """The tuning choice for a problem, where it lies and the number of blocks that run at a time: a pure function of them."""
     widest = max(problem.head_dim, problem.head_dim_v)
-    with_dq, with_dk, with_dv, with_dsinks = (getattr(layouts, name) is not None for name in ("dq", "dk", "dv", "dsinks"))
+    with_dq, with_dk, with_dv, with_dbias, with_dsinks = (getattr(layouts, f"d{name}") is not None for name in ("q", "k", "v", "bias", "sinks"))
     options = Options.of(problem, layouts, access_of=Access.of_gradients)
     tiles = {"q_block": 128 if widest <= 64 else 64, "kv_tile": 128 if widest <= 128 else 64}
     if options.of_products:
@@ -243,7 +253,9 @@ def backward_config(problem: Problem, layouts: BackwardLayouts, *, blocks: int, 
         with_dv=with_dv,
         deterministic=deterministic,
         last_keys_first=deterministic and problem.right is not None and _fits_though_apart(problem, tiles["kv_tile"], blocks),
+        with_dbias=with_dbias,
         with_dsinks=with_dsinks,
+        dbias_axes=tuple(n > 1 for n in layouts.dbias.shape[2:]) if with_dbias else (True, True),
         options=options,
         **tiles,
     )

@@ -9,6 +9,7 @@ the score. The sign of w says what became of the pair: -0.0 where it is hidden, 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from numba.cuda import types
@@ -28,12 +29,14 @@ _SHARED_BITS = 16
 
 @dataclass(frozen=True, slots=True)
 class KeyScores:
-    """Fragments of so many ``columns``, blocks of ``q_block`` queries, and the options and bounds of the band that are built in."""
+    """Fragments of so many ``columns``, blocks of ``q_block`` queries, and the options and bounds of the band that are built in. ``of_bias`` is for
+    the gradient of the bias: that of the scores, not of the products, and of no pair of a query whose shift is +inf."""
 
     columns: int
     q_block: int
     options: Options
     left: bool
+    of_bias: bool = False
 
     def _named(self, values):
         return {name: x for (name, _), x in zip(self.options.parameters(), values, strict=True)}
@@ -201,7 +204,9 @@ class KeyScores:
                     shown += [limits[2 + row] >= column] if self.left else []
                 if options_of.mask:
                     shown.append(is_shown(*self._word(options_of.mask, of_arrays["mask"], i)))
-                y = x if slope is None else x * slope
+                if self.of_bias:
+                    shown.append(shift < math.inf)
+                y = x if slope is None or self.of_bias else x * slope
                 if kept is not None:
                     keeps = kept(i)
                     x, y = ops.select(keeps, x, 0.0), ops.select(keeps, y, y * -1.0)
