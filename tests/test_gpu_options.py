@@ -1,6 +1,7 @@
-"""Options of the forward on every GPU family: each one alone and all together, with every band, where tiles and lengths make it delicate.
+"""Options of the forward and the gradients on every GPU family: each one alone and all together, with every band, where tiles and lengths make it
+delicate.
 
-``python tests/test_gpu_options.py [PROCESSES]`` runs the cases of the Hopper kernel in so many processes at once.
+``python tests/test_gpu_options.py [PROCESSES]`` runs the cases of the Hopper kernels in so many processes at once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from multiprocessing import get_context
 import pytest
 
 from numbaflash import dispatch, testing
-from numbaflash.testing import Case, Placement
+from numbaflash.testing import BackwardCase, Case, Placement
 
 pytestmark = pytest.mark.gpu
 
@@ -57,6 +58,34 @@ def cases(name, dims, dtype="bfloat16"):
         yield Case(dtype=dtype, **shape, **band, **OPTIONS[name])
 
 
+def gradient_case(number=0, **given):
+    """With gradients of all that has one, dlse and a deterministic order in turn."""
+    needs = ("q", "k", "v", *["bias"] * ("bias_shape" in given), *["sinks"] * ("with_sinks" in given))
+    return BackwardCase(needs=needs, with_dlse=number % 2 == 0, deterministic=number % 4 in (1, 2), **given)
+
+
+def gradient_cases(name, dims, dtype="bfloat16"):
+    """The same of the gradients."""
+    for number, band in enumerate(BANDS):
+        shape = dict(batch=B, seqlen_q=SQ, seqlen_k=SK, heads=H, kv_heads=(4, 2)[number % 2], head_dim=dims[0], head_dim_v=dims[1])
+        yield gradient_case(number, dtype=dtype, **shape, **band, **OPTIONS[name])
+
+
+def some_gradients(name):
+    """Only of some results, and of head dims that differ."""
+    shape = dict(batch=B, seqlen_q=SQ, seqlen_k=SK, heads=H, kv_heads=2, dtype="float16", causal=True)
+    options = [x for x in ("bias", "sinks") if f"{x}_shape" in OPTIONS[name] or f"with_{x}" in OPTIONS[name]]
+    for needs, (d, dv) in (
+        (("q",), (128, 64)),
+        (("k", *options), (72, 200)),
+        (("v",), (256, 256)),
+        (("q", "k"), (64, 64)),
+        (tuple(options), (96, 96)),
+    ):
+        if needs:
+            yield BackwardCase(needs=needs, head_dim=d, head_dim_v=dv, **shape, **OPTIONS[name])
+
+
 def long_cases(name):
     """Tiles of long sequences; few heads, as mask and bias are as large as the scores."""
     shapes = dict(batch=1, heads=2, seqlen_q=200, seqlen_k=2200)
@@ -66,7 +95,7 @@ def long_cases(name):
 
 
 def run_all(gpu, listed):
-    listed = [case for case in listed if not gpu.reasons(case.problem)]
+    listed = [case for case in listed if not gpu.reasons(case.problem, case.direction)]
     if not listed:
         pytest.skip(f"family {gpu.family} has none of these")
     gpu.build(listed)
@@ -85,13 +114,24 @@ def test_each(gpu, name):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
+def test_gradients(gpu, name):
+    run_all(gpu, itertools.chain.from_iterable(gradient_cases(name, dims) for dims in DIMS))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_some_gradients(gpu, name):
+    run_all(gpu, some_gradients(name))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
 def test_long(gpu, name):
     run_all(gpu, long_cases(name))
 
 
 @pytest.mark.parametrize("dtype", ("float16", "float32"))
 def test_other_dtypes(gpu, dtype):
-    run_all(gpu, itertools.chain.from_iterable(cases(name, (128, 64), dtype) for name in ("together", "together, no dropout")))
+    for kind in (cases, gradient_cases):
+        run_all(gpu, itertools.chain.from_iterable(kind(name, (128, 64), dtype) for name in ("together", "together, no dropout")))
 
 
 def test_the_same_bits_under_load(gpu):
@@ -117,19 +157,50 @@ def test_the_same_bits_under_load(gpu):
                 assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
+def test_gradients_have_the_same_bits_under_load(gpu):
+    """The same of the gradients, in a deterministic order; padding of q and dout holds NaN, too."""
+    torch = pytest.importorskip("torch")
+    import numbaflash
+
+    if "bfloat16" not in gpu.dtypes:
+        pytest.skip(f"family {gpu.family} has no bfloat16")
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v, dout = (torch.randn(4, 1000, 8, 128, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(4))
+    bias = torch.randn(8, 1000, 1000, device="cuda", generator=generator)
+    lengths = torch.tensor([1000, 3, 700, 640], device="cuda")
+    for entry, length in enumerate(lengths.tolist()):
+        for x in (q, k, v, dout):
+            x[entry, length:] = torch.nan
+    mask = torch.rand(1, 1, 1000, 1000, device="cuda", generator=generator) < 0.5
+    mask[..., 5], mask[:, :, 7] = False, False
+    k[:, 5], v[:, 5], q[:, 7], dout[:, 7] = (torch.nan,) * 4
+    plain = {"seqlens_q": lengths, "seqlens_k": lengths, "mask": mask, "causal": True}
+    for options in (plain, plain | {"dropout": 0.1, "seed": 3}, plain | {"bias": bias}):
+        needs = ("q", "k", "v", "bias") if "bias" in options else ("q", "k", "v")
+        with dispatch.use_family(gpu.family):
+            out, lse = numbaflash.forward(q, k, v, return_lse=True, **options)
+            first = numbaflash.backward(dout, q, k, v, out, lse, deterministic=True, needs=needs, **options)
+            assert all(torch.isfinite(x).all() for x in first)
+            for _ in range(10):
+                again = numbaflash.backward(dout, q, k, v, out, lse, deterministic=True, needs=needs, **options)
+                assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
 def _run(case):
+    run = testing.run_case if case.direction == "forward" else testing.run_backward_case
     library = "torch-cuda" if "torch-cuda" in testing.gpu_libraries() else next(iter(testing.gpu_libraries()))
     try:
-        testing.run_case(case, "sm90", library)
+        run(case, "sm90", library)
     except Exception as error:
         return f"{case!r}\n    {type(error).__name__}: {error}"
 
 
 def main(processes: int) -> int:
     start = time.monotonic()
-    listed = [case for name in OPTIONS for dims in DIMS for case in cases(name, dims)][::3] + [case for name in OPTIONS for case in long_cases(name)][
-        ::2
-    ]
+    listed = [case for name in OPTIONS for dims in DIMS for case in cases(name, dims)][::3]
+    listed += [case for name in OPTIONS for case in long_cases(name)][::2]
+    listed += [case for name in OPTIONS for dims in DIMS for case in gradient_cases(name, dims)][::2]
+    listed += [case for name in OPTIONS for case in some_gradients(name)][::3]
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         failures = [found for found in pool.map(_run, listed, chunksize=1) if found]
     print(f"{len(listed)} cases, {len(failures)} fail, {time.monotonic() - start:.0f} s", *failures[:30], sep="\n", flush=True)

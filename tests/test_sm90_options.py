@@ -613,8 +613,30 @@ PLANS = {
 }
 EVERY = dict(PLANS["softcap"] | PLANS["alibi"] | PLANS["sinks"] | PLANS["lengths"] | PLANS["mask"] | PLANS["float32 bias"])
 PLANS |= {"every option": EVERY | {"dropout": 0.1}, "every option, strided": EVERY | {"dropout": 0.1, "step": 3}, "every option but dropout": EVERY}
-PLACES = (((64,), {}), ((64,), {"causal": True, "seqlen_k": 2048}), ((128,), {"window": (100, 50)}), ((128,), {"seqlen_k": 2048}), ((256,), {}))
-MORE_PLACES = (((64,), {"window": (100, 50)}), ((192,), {}), ((192, 128), {"causal": True}), ((256,), {"seqlen_k": 2048}), ((72, 40), {}))
+BACKWARDS = (
+    ("high softcap", 256, {"window": (100, 50)}),
+    ("lengths", 128, {"causal": True, "deterministic": True}),
+    ("mask", 128, {"window": (100, 50)}),
+    ("float32 bias", 128, {"causal": True}),
+    ("dropout", 64, {}),
+    ("every option", 64, {"window": (100, 50), "deterministic": True}),
+    ("every option", 128, {"causal": True}),
+    ("every option", 256, {"deterministic": True}),
+    ("every option but dropout", 64, {"causal": True}),
+    ("every option but dropout", 128, {}),
+    ("every option but dropout", 256, {"window": (100, 50), "deterministic": True}),
+)
+FORWARDS = (
+    ("mask", 64, {"seqlen_k": 2048}),
+    ("float32 bias", 128, {"window": (100, 50)}),
+    ("dropout", 192, {}),
+    ("every option", 64, {"causal": True, "seqlen_k": 2048}),
+    ("every option", 256, {}),
+    ("every option, strided", 128, {"window": (100, 50)}),
+    ("every option but dropout", 128, {"seqlen_k": 2048}),
+    ("every option but dropout", 256, {"seqlen_k": 2048}),
+)
+"""Plans in which registers are scarce, of each family of tiles: compiling takes seconds. ``tests/test_gpu_options.py`` runs all the others."""
 
 
 def fitted(options, seqlen_k):
@@ -622,15 +644,45 @@ def fitted(options, seqlen_k):
     return {name: ((*x[0][:-1], seqlen_k), x[1]) if name in ("mask", "bias") else x for name, x in options.items()}
 
 
+def assert_compiles(request, parameters, grid, threads, shared_bytes):
+    ptx = toolchain.compile_ptx(request)
+    check_launch(ptx, tuple(parameters), grid, threads, shared_bytes, MAX_SHARED)
+    report = toolchain.ptxas_report(ptx, request.arch)
+    assert (report.stack_bytes, report.spill_stores, report.spill_loads, report.notes) == (0, 0, 0, ()), request
+
+
+@pytest.mark.parametrize(("name", "head_dim", "options"), FORWARDS, ids=str)
+def test_plans_compile_without_spills(name, head_dim, options):
+    made = plan(head_dim, **options, **fitted(PLANS[name], options.get("seqlen_k", S)))
+    assert_compiles(sm90.request(made), sm90.parameters(made), made.grid, made.threads, made.shared_bytes)
+
+
+def backward_plan(head_dim, head_dim_v=None, *, needs="qkv", deterministic=False, **given):
+    """The gradients of `plan`, of everything that has one."""
+    forward = plan(head_dim, head_dim_v, **given)
+    problem, layouts = forward.problem, forward.layouts
+    operands = {name: getattr(layouts, name) for name in ("q", "k", "v", "out", "lse", *problem.options)}
+    wanted = [*needs, *(name for name in ("bias", "sinks") if name in problem.options)]
+    operands |= {f"d{name}": operands[name] for name in wanted}
+    return backward.plan(problem, BackwardLayouts(dout=layouts.out, **operands), H200, deterministic)
+
+
+@pytest.mark.parametrize(("name", "head_dim", "options"), BACKWARDS, ids=str)
+def test_gradients_compile_without_spills(name, head_dim, options):
+    for launch in backward.launches(backward_plan(head_dim, **options, **PLANS[name])):
+        if name == "every option" or not launch[0].build.endswith((":build_rows", ":build_dq")):
+            assert_compiles(*launch)
+
+
 @pytest.mark.parametrize("name", PLANS)
-def test_plans_compile_without_spills(name):
-    for dims, options in PLACES + (MORE_PLACES if name.startswith("every") else ()):
-        made = plan(*dims, **options, **fitted(PLANS[name], options.get("seqlen_k", S)))
-        request = sm90.request(made)
-        ptx = toolchain.compile_ptx(request)
-        check_launch(ptx, tuple(sm90.parameters(made)), made.grid, made.threads, made.shared_bytes, MAX_SHARED)
-        report = toolchain.ptxas_report(ptx, request.arch)
-        assert (report.stack_bytes, report.spill_stores, report.spill_loads, report.notes) == (0, 0, 0, ()), (dims, options, made.config)
+def test_gradients_of_every_head_dim_fit_the_hardware(name):
+    for d, dv in itertools.product(range(8, 257, 24), repeat=2):
+        made = backward_plan(d, dv, **PLANS[name])
+        producer, consumer = made.config.registers
+        assert 128 * producer + 256 * consumer <= 168 * made.config.threads, made.config
+        assert made.config.q_block % 64 == 0 and made.config.kv_tile % KEYS_OF_A_DRAW == 0
+        for _, _, _, _, shared_bytes in backward.launches(made):
+            assert shared_bytes <= MAX_SHARED, made.config
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -653,6 +705,11 @@ def test_absent_options_cost_nothing():
     assert len(sm90.parameters(made)) == 17
     ptx = toolchain.compile_ptx(sm90.request(made)).text
     assert "ld.global" not in ptx and "fma.rn.bf16x2" not in ptx
+    made = backward_plan(128)
+    assert not made.config.options and not made.config.cleans_queries and not made.config.cleans_keys
+    (_, rows, *_), (main, products, *_), _ = backward.launches(made)
+    assert (len(rows), len(products)) == (17, 27)
+    assert "ld.global" not in toolchain.compile_ptx(main).text
 
 
 def test_an_option_is_read_as_it_lies():
