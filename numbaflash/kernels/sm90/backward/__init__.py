@@ -263,15 +263,19 @@ def _section(problem, config, costs, columns, blocks):
 
 
 def _dq_parameters(plan, workspace):
-    problem = plan.problem
+    problem, config, given = plan.problem, plan.config, []
     with np.errstate(over="ignore"):
         scale = float(np.float32(problem.scale))
+    if config.behind_sink:
+        integers = (problem.seqlen_q, problem.seqlen_k, problem.offset, problem.left or 0, problem.right or 0)
+        given = [*(toolchain.Scalar("int32", n) for n in integers), *config.of_products.options.arguments(problem, plan.layouts)]
     return [
         rows_map("dq", problem.dtype, plan.layouts.dq, PART_ROWS),
         *(toolchain.Pointer("workspace", offset) for offset in (workspace.sums, workspace.shifts)),
         toolchain.Scalar("int32", problem.heads),
         toolchain.Scalar("int32", workspace.q_blocks),
         toolchain.Scalar("float32", scale),
+        *given,
     ]
 
 

@@ -12,7 +12,8 @@ from ....ptx import fragment, rows, shared, tma, warp
 from ....ptx.index import following, warp_of, warpgroup_of, within_warp, within_warpgroup, zero
 from ....ptx.straight import straight_line
 from ....toolchain import KernelSource
-from ..scores import element, length_of, option_types
+from ..scores import Scores, element, length_of, option_types
+from . import unseen
 from .config import PART_ROWS, ROW_THREADS, SINK_THREADS, TICKET_BYTES, BackwardConfig, SharedMemory
 
 LOG2E = math.log2(math.e)
@@ -136,7 +137,8 @@ def build_rows(config: BackwardConfig) -> KernelSource:
 def build_dq(config: BackwardConfig) -> KernelSource:
     """dQ, scaled and rounded, out of the sum, which holds a block of queries in parts of 64 rows in the order of registers.
 
-    Queries that see no key get 0, whatever the keys that their neighbours see have brought into the sum.
+    Queries that see no key get 0, whatever the keys that their neighbours see have brought into the sum. The shift tells them, but where there are
+    sinks: there the mask is searched, once NaN or infinity shows.
     """
     memory = SharedMemory.of(config)
     parts, columns, by_rows = config.parts, config.part_columns, config.q_block > PART_ROWS
@@ -166,7 +168,12 @@ def build_dq(config: BackwardConfig) -> KernelSource:
     place_of = straight_line(UniTuple(int32, 4), (int32,) * 4, place_of)
     columns_apart, may_hide = not by_rows and parts > 1, config.may_hide_queries
 
-    def kernel(dq_map, sums, shifts, heads, q_blocks, factor):
+    behind_sink, lengths, options_of = config.behind_sink, config.options.lengths, config.of_products.options
+    given = types.Tuple([int32] * 5 + option_types(options_of) if behind_sink else [])
+    bounds_of_entry, seeing_rows, spoilt = Scores(64, options_of).bounds_of_entry(False), unseen.queries_that_see(config), fragment.spoilt(columns)
+    query_of = straight_line(int32, (int32, int32), lambda ops, row, thread: row + (thread >> 5) * 16 + ((thread & 31) >> 2))
+
+    def kernel(dq_map, sums, shifts, heads, q_blocks, factor, *given):
         tile, tid = cuda.blockIdx.x, cuda.threadIdx.x
         (s_base,) = base()
         part, thread = warp.shuffle_index(warpgroup_of(tid), 0), within_warpgroup(tid)
@@ -174,6 +181,12 @@ def build_dq(config: BackwardConfig) -> KernelSource:
         dq = load(source, thread)
         if may_hide:
             dq = select_rows(dq, seen_rows(shifts, tile, part, thread))
+        if behind_sink and warp.ballot(spoilt(dq)) != 0:
+            batch, head, row, _ = place_of(tile, q_blocks, heads, part)
+            bounds, options = given[:5], given[5:]
+            if lengths:
+                bounds = bounds_of_entry(batch, given[:5], options)
+            dq = select_rows(dq, seeing_rows(query_of(row, thread), within_warp(thread), batch, head, bounds, options))
         put(to_16bit(scale(dq, factor)), staged, thread)
         batch, head, row, barrier = place_of(tile, q_blocks, heads, part)
         tma.fence_async()
@@ -185,7 +198,7 @@ def build_dq(config: BackwardConfig) -> KernelSource:
                 store_first(dq_map, staged, row, head, batch)
             tma.wait_stores_read()
 
-    signature = types.void(types.uint64, types.uint64, types.uint64, types.int32, types.int32, types.float32)
+    signature = types.void(types.uint64, types.uint64, types.uint64, types.int32, types.int32, types.float32, given)
     return KernelSource(kernel, signature, threads=128 * parts, fastmath=False, tensor_maps=(0,))
 
 

@@ -25,6 +25,14 @@ from .config import BackwardConfig, SharedMemory
 
 inline = cuda.jit(device=True, inline="always")
 
+# Of the 16 rows of a warp, a bit each.
+first_of_warp_rows = straight_line(int32, (int32, int32), lambda ops, row, lane: row - (lane >> 2))
+past_warp_rows = straight_line(int32, (int32,), lambda ops, row: row + 16)
+with_bit = straight_line(
+    int32, (int32,) * 3, lambda ops, bits, row, found: bits | ops.select(found != 0, ops.integer(1) << (row & 15), ops.integer(0))
+)
+bits_of_lane = straight_line(UniTuple(int32, 2), (int32, int32), lambda ops, bits, lane: [bits >> (lane >> 2) & 1, bits >> ((lane >> 2) + 8) & 1])
+
 CLEAN = 7  # named barrier of the consumers
 
 
@@ -137,20 +145,36 @@ def keys(config: BackwardConfig, memory: SharedMemory):
             rows = next_rows(rows)
         warp.sync()
 
-    first_of_lanes = straight_line(int32, (int32, int32), lambda ops, key, lane: key - (lane >> 2))
-    past_lanes = straight_line(int32, (int32,), lambda ops, key: key + 16)
-    with_bit = straight_line(
-        int32, (int32,) * 3, lambda ops, bits, at, found: bits | ops.select(found != 0, ops.integer(1) << (at & 15), ops.integer(0))
-    )
-    bits_of_lane = straight_line(UniTuple(int32, 2), (int32, int32), lambda ops, bits, lane: [bits >> (lane >> 2) & 1, bits >> ((lane >> 2) + 8) & 1])
-
     @inline
     def seen_rows(key, lane, batch, kv_head, group, bounds, options):
-        bits, row = zero(), first_of_lanes(key, lane)
-        end = past_lanes(row)
+        bits, row = zero(), first_of_warp_rows(key, lane)
+        end = past_warp_rows(row)
         while row < end:
             bits = with_bit(bits, row, is_seen(row, lane, batch, kv_head, group, bounds, options))
             row = following(row)
         return bits_of_lane(bits, lane)
 
     return clean, seen_rows
+
+
+def queries_that_see(config: BackwardConfig):
+    """``f(query, lane, batch, head, bounds, options) -> (sees0, sees1)`` for the thread's two rows, the first of which is that query: 1 where it sees
+    a key, searched for by a warp together."""
+    sees = Scores(config.q_block, config.of_products.options).sees(1, config.left, config.right)
+    key_of = straight_line(int32, (int32,) * 3, lambda ops, first, lane, end: ops.minimum(first + lane, end - 1))
+    next_lanes = straight_line(int32, (int32,), lambda ops, key: key + 32)
+
+    @inline
+    def seeing_rows(query, lane, batch, head, bounds, options):
+        bits, row = zero(), first_of_warp_rows(query, lane)
+        end = past_warp_rows(row)
+        while row < end:
+            found, first = warp.ballot(0), zero()
+            while first < bounds[1] and found == 0:
+                found = warp.ballot(sees(row, key_of(first, lane, bounds[1]), batch, head, bounds, options))
+                first = next_lanes(first)
+            bits = with_bit(bits, row, found)
+            row = following(row)
+        return bits_of_lane(bits, lane)
+
+    return seeing_rows
