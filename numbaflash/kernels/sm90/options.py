@@ -11,7 +11,6 @@ import numpy as np
 from ... import toolchain
 from ...dispatch import BackwardLayouts, Layout, Layouts, contiguous_strides
 from ...problem import ITEMSIZE, Problem, trim_keys
-from ..dropout import keep_limit
 
 FEATURES = frozenset({"softcap", "mask", "bias", "alibi_slopes", "sinks", "dropout", "seqlens_q", "seqlens_k"})
 """`Problem.features` that the kernels have, forward and gradients."""
@@ -191,6 +190,8 @@ class Options:
             cap, slope = problem.softcap, problem.scale / problem.softcap
             values |= {"cap": cap, "cap_slope": _float32(slope), "cap_exponent": _float32(2 * math.log2(math.e) * slope)}
         if self.dropout:
+            from ..dropout import keep_limit  # which imports numba.cuda
+
             values |= {"keep_limit": keep_limit(problem.dropout), "keep_factor": _float32(1.0 / (1.0 - problem.dropout))}
         offsets = {"seed": 0}  # the number itself, in the place of an address
         for name in problem.options:

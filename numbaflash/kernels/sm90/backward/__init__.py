@@ -18,7 +18,6 @@ from ... import sm90
 from ...sections import choose_section, fitting_section
 from ..options import FEATURES as FEATURES
 from ..tensor_maps import refusal, row_major, rows_map
-from . import bias
 from .config import (
     L2_BYTES,
     PART_ROWS,
@@ -26,6 +25,7 @@ from .config import (
     SINK_THREADS,
     TICKET_BYTES,
     BackwardConfig,
+    BiasMemory,
     SharedMemory,
     backward_config,
     column_bytes,
@@ -44,7 +44,7 @@ def supports(problem: Problem, device: Device) -> tuple[str, ...]:
     """Reasons why this family cannot compute the problem's gradients there."""
     reasons = list(sm90.supports(problem, device))
     if problem.bias and math.prod((*problem.bias[:2], *_bias_tiles(problem))) >= 2**31:
-        reasons.append(f"a bias must have fewer than 2**31 tiles of {bias.Q_BLOCK} queries and {bias.KV_TILE} keys")
+        reasons.append(f"a bias must have fewer than 2**31 tiles of {BiasMemory.q_block} queries and {BiasMemory.kv_tile} keys")
     return tuple(reasons)
 
 
@@ -130,8 +130,8 @@ def launches(plan: Plan) -> list[tuple[toolchain.KernelRequest, list, tuple, int
     if config.with_dbias and 0 not in plan.problem.bias:
         blocks = math.prod(plan.layouts.dbias.shape[:2])
         blocks *= math.prod(n for n, wanted in zip(_bias_tiles(plan.problem), config.dbias_axes, strict=True) if wanted)
-        parameters, shared_bytes = _bias_parameters(plan, workspace), bias.Memory(config).total
-        steps.append((kernel("bias:build", config.of_bias), parameters, (blocks,), bias.THREADS, shared_bytes))
+        parameters, shared_bytes = _bias_parameters(plan, workspace), BiasMemory.of(config).total
+        steps.append((kernel("bias:build", config.of_bias), parameters, (blocks,), BiasMemory.threads, shared_bytes))
     if config.with_dsinks:
         steps.append((kernel("passes:build_dsinks"), _sink_parameters(plan, workspace), (plan.problem.heads,), SINK_THREADS, 0))
     return steps
@@ -155,7 +155,7 @@ def _row_parameters(plan, workspace):
 
 def _bias_tiles(problem):
     """Blocks of queries and tiles of keys of a head."""
-    return -(-problem.seqlen_q // bias.Q_BLOCK), -(-problem.seqlen_k // bias.KV_TILE)
+    return -(-problem.seqlen_q // BiasMemory.q_block), -(-problem.seqlen_k // BiasMemory.kv_tile)
 
 
 def _bias_parameters(plan, workspace):
@@ -178,10 +178,10 @@ def _bias_parameters(plan, workspace):
         workspace.q_blocks * config.q_block,
     )
     return [
-        rows_map("q", dtype, layouts.q, bias.Q_BLOCK, first_query, queries),
-        rows_map("k", dtype, layouts.k, bias.KV_TILE, first_key, keys.seqlen_k),
-        rows_map("v", dtype, layouts.v, bias.KV_TILE, first_key, keys.seqlen_k),
-        rows_map("dout", dtype, layouts.dout, bias.Q_BLOCK, first_query, queries),
+        rows_map("q", dtype, layouts.q, BiasMemory.q_block, first_query, queries),
+        rows_map("k", dtype, layouts.k, BiasMemory.kv_tile, first_key, keys.seqlen_k),
+        rows_map("v", dtype, layouts.v, BiasMemory.kv_tile, first_key, keys.seqlen_k),
+        rows_map("dout", dtype, layouts.dout, BiasMemory.q_block, first_query, queries),
         toolchain.Array("dbias", "float32" if problem.bias_dtype == "float32" else "uint16", dbias.shape, dbias.strides),
         *(toolchain.Pointer("workspace", offset) for offset in (workspace.shifts, workspace.deltas)),
         *(toolchain.Scalar("int32", n) for n in integers),

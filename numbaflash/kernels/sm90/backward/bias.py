@@ -26,30 +26,13 @@ from ....ptx.index import following, plus, warpgroup_of, within_warpgroup, zero
 from ....ptx.straight import straight_line
 from ....toolchain import KernelSource
 from ...bands import BOUNDS, KeyBand
-from ..config import ALIGNMENT
 from ..scores import Scores, option_types
-from .config import BackwardConfig
+from .config import BackwardConfig, BiasMemory
 from .scores import KeyScores
 
-Q_BLOCK, KV_TILE, THREADS = 64, 128, 256
+Q_BLOCK, KV_TILE, THREADS = BiasMemory.q_block, BiasMemory.kv_tile, BiasMemory.threads
 _FOUR, _FIVE = UniTuple(int32, 4), UniTuple(int32, 5)
 _PITCH = KV_TILE + 1  # of the sums of a query in shared memory: neighbours lie in other banks
-
-
-class Memory:
-    """Offsets in shared memory. The sums take the place of the operands."""
-
-    def __init__(self, config: BackwardConfig):
-        self.qk_panels, self.v_panels = -(-config.head_dim // 64), -(-config.head_dim_v // 64)
-        self.q_panel_bytes, self.kv_panel_bytes, self.row_bytes = Q_BLOCK * 128, KV_TILE * 128, Q_BLOCK * 4
-        self.k = 0
-        self.v = self.k + self.qk_panels * self.kv_panel_bytes
-        self.q = self.v + self.v_panels * self.kv_panel_bytes
-        self.dout = self.q + self.qk_panels * self.q_panel_bytes
-        self.shifts = self.dout + self.v_panels * self.q_panel_bytes
-        self.deltas = self.shifts + self.row_bytes
-        self.barrier = self.deltas + self.row_bytes
-        self.total = self.barrier + 16 + ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -122,7 +105,7 @@ def build(config: BackwardConfig) -> KernelSource:
     key that the maps hold; batch entries, heads, query heads a key head, blocks of queries, tiles of keys, rows of a head among the shifts; the scale
     in base 2; those of the options.
     """
-    memory, element, d, dv = Memory(config), config.element, config.padded_head_dim, config.padded_head_dim_v
+    memory, element, d, dv = BiasMemory.of(config), config.element, config.padded_head_dim, config.padded_head_dim_v
     options_of, (by_query, by_key) = config.options, config.dbias_axes
     parts = Parts(by_query, by_key, config.left, config.right)
     own_part, shares_of, part_of_turn, is_work = parts.own(), parts.shares(), parts.of_turn(), parts.is_work()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 
@@ -145,7 +146,7 @@ class BackwardConfig(Warpgroups):
     def of_bias(self) -> BackwardConfig:
         """What the kernel of the bias's gradient depends on."""
         others = dict.fromkeys(("with_dq", "with_dk", "with_dv", "with_dsinks", "deterministic", "last_keys_first"), False)
-        return replace(self, q_block=64, kv_tile=128, registers=(0, 0), options=self.options.of_products, **others)
+        return replace(self, q_block=BiasMemory.q_block, kv_tile=BiasMemory.kv_tile, registers=(0, 0), options=self.options.of_products, **others)
 
     @property
     def behind_sink(self) -> bool:
@@ -227,6 +228,43 @@ class SharedMemory:
             loaded_qk, loaded_v, q_panel, kv_panel, q_bytes, dout_bytes, ds_bytes, part_bytes, row_bytes,
             k=0, v=v, q=q, dout=dout, ds=ds, dq=dq, shifts=shifts, deltas=deltas, barriers=barriers,
             ticket=ticket, total=ticket + 16 + ALIGNMENT,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class BiasMemory:
+    """Of the kernel of the bias's gradient: what a block is, and offsets and sizes in its shared memory. The sums take the place of the operands."""
+
+    qk_panels: int
+    v_panels: int
+    q_panel_bytes: int
+    kv_panel_bytes: int
+    row_bytes: int
+    k: int
+    v: int
+    q: int
+    dout: int
+    shifts: int
+    deltas: int
+    barrier: int
+    total: int
+
+    q_block: ClassVar[int] = 64
+    kv_tile: ClassVar[int] = 128
+    threads: ClassVar[int] = 256
+
+    @classmethod
+    def of(cls, config: BackwardConfig) -> BiasMemory:
+        qk_panels, v_panels = -(-config.head_dim // 64), -(-config.head_dim_v // 64)
+        q_panel, kv_panel, row = cls.q_block * 128, cls.kv_tile * 128, cls.q_block * 4
+        v = qk_panels * kv_panel
+        q = v + v_panels * kv_panel
+        dout = q + qk_panels * q_panel
+        shifts = dout + v_panels * q_panel
+        barrier = shifts + 2 * row
+        return cls(
+            qk_panels, v_panels, q_panel, kv_panel, row,
+            k=0, v=v, q=q, dout=dout, shifts=shifts, deltas=shifts + row, barrier=barrier, total=barrier + 16 + ALIGNMENT,
         )  # fmt: skip
 
 
