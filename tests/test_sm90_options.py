@@ -110,8 +110,23 @@ def vectors(monkeypatch):
     """Bodies become functions of arrays."""
     for module in (bodies, bands, key_scores, passes, bias):
         monkeypatch.setattr(module, "straight_line", vectorised)
-    monkeypatch.setattr(passes, "rows", FakeRows())
+    found = {"zero": lambda: np.int32(0), "following": lambda n: n + 1, "within_warp": lambda thread: thread & 31, "rows": FakeRows()}
+    found |= {"warp": SimpleNamespace(ballot=np.any), "unseen": SimpleNamespace(queries_that_see=queries_that_see)}
+    for name, value in found.items():
+        monkeypatch.setattr(passes, name, value)
     return monkeypatch
+
+
+def queries_that_see(config):
+    """What `numbaflash.kernels.sm90.backward.unseen` does, of any number of queries."""
+    sees = Scores(64, config.of_products.options).sees(1, config.left, config.right)
+
+    def sees_a_key(query, lane, batch, head, bounds, options):
+        keys = np.arange(bounds[1], dtype=np.int32)
+        found = {n: bool(len(keys)) and sees(n, keys, batch, head, bounds, options).any() for n in np.unique(query)}
+        return np.int32([found[n] for n in query])
+
+    return sees_a_key, None
 
 
 def lay_out(problem, memory, kind=Layouts):

@@ -144,6 +144,7 @@ def _row_parameters(plan, workspace):
     if plan.config.options:
         given = [toolchain.Pointer("q"), *(toolchain.Scalar("int64", n) for n in layouts.q.strides[:3])]
         given += plan.config.options.of_rows.arguments(problem, layouts)
+        given += _search_parameters(plan)
     return [
         *(toolchain.Pointer(name) for name in ("dout", "out", "lse", "dlse")),
         *(toolchain.Pointer("workspace", offset) for offset in (workspace.shifts, workspace.deltas, workspace.sums, workspace.turns)),
@@ -263,20 +264,26 @@ def _section(problem, config, costs, columns, blocks):
 
 
 def _dq_parameters(plan, workspace):
-    problem, config, given = plan.problem, plan.config, []
+    problem = plan.problem
     with np.errstate(over="ignore"):
         scale = float(np.float32(problem.scale))
-    if config.behind_sink:
-        integers = (problem.seqlen_q, problem.seqlen_k, problem.offset, problem.left or 0, problem.right or 0)
-        given = [*(toolchain.Scalar("int32", n) for n in integers), *config.of_products.options.arguments(problem, plan.layouts)]
     return [
         rows_map("dq", problem.dtype, plan.layouts.dq, PART_ROWS),
         *(toolchain.Pointer("workspace", offset) for offset in (workspace.sums, workspace.shifts)),
         toolchain.Scalar("int32", problem.heads),
         toolchain.Scalar("int32", workspace.q_blocks),
         toolchain.Scalar("float32", scale),
-        *given,
+        *_search_parameters(plan),
     ]
+
+
+def _search_parameters(plan):
+    """What a search for the keys that a query sees needs, where there may be one."""
+    problem, config = plan.problem, plan.config
+    if not config.behind_sink:
+        return []
+    integers = (problem.seqlen_q, problem.seqlen_k, problem.offset, problem.left or 0, problem.right or 0)
+    return [*(toolchain.Scalar("int32", n) for n in integers), *config.of_products.options.arguments(problem, plan.layouts)]
 
 
 def prepare(plan: Plan) -> Launch:

@@ -27,8 +27,8 @@ def build_rows(config: BackwardConfig) -> KernelSource:
     probability 0, and a delta of 0. A block of threads takes a block of queries. With a bias that may be as low as float32 goes, the shift is the
     LSE.
 
-    A row without keys that has a sink does not show in its LSE. It matters only where its Q or dO holds NaN or infinity: then its LSE is the sink
-    and its output 0, and such a row is given a shift of +inf, too.
+    A row without keys that has a sink does not show in its LSE. It matters only where its Q or dO holds NaN or infinity, its LSE is the sink and its
+    output 0: of such a row the keys are searched, and if it sees none, it is given a shift of +inf, too.
     """
     memory = SharedMemory.of(config)
     q_block, parts = config.q_block, config.parts
@@ -38,7 +38,12 @@ def build_rows(config: BackwardConfig) -> KernelSource:
     sum_steps = parts * memory.part_bytes // (16 * ROW_THREADS)
     with_deltas, with_dq, deterministic = config.with_deltas, config.with_dq, config.deterministic
     unit, behind_sink, options_of = 1.0 if config.options.lowest_scores else LOG2E, config.behind_sink, config.options.of_rows
-    given = types.Tuple([uint64, *[types.int64] * 3, *option_types(options_of)] if config.options else [])
+    products_of, lengths = config.of_products.options, config.options.lengths
+    given = [uint64, *[types.int64] * 3, *option_types(options_of)] if config.options else []
+    at_bounds = len(given)  # what a search for keys needs comes last
+    at_options = at_bounds + 5
+    given = types.Tuple(given + ([int32] * 5 + option_types(products_of) if behind_sink else []))
+    bounds_of_entry, (sees_a_key, _) = Scores(64, products_of).bounds_of_entry(False), unseen.queries_that_see(config)
 
     def row_of_pass(ops, step, thread, m, seqlen_q):
         """(row in the block, eight elements of it, whether they exist)."""
@@ -60,12 +65,25 @@ def build_rows(config: BackwardConfig) -> KernelSource:
         at = q + ops.wide(batch) * of_batch + ops.wide(query) * of_query + ops.wide(head) * of_head + ops.wide(eight * 16)
         return [at, ops.wide(ops.truth((query < seqlen_q) & (eight * 8 < config.head_dim)))]
 
-    def finish(ops, product, size, probe, lse, dlse, shifts, deltas, tile, batch_head, batch, head, m, row, part, seqlen_q, given):
-        named = {name: x for (name, _), x in zip(options_of.parameters(), given[4:], strict=True)}
+    def named_of(given):
+        return {name: x for (name, _), x in zip(options_of.parameters(), given[4:at_bounds], strict=True)}
+
+    def over_lanes(ops, x):
         for lane in (1 << i for i in range(lanes.bit_length() - 1)):
-            product = product + ops.exchange([product], lane)[0]
-            if behind_sink:
-                size, probe = size + ops.exchange([size], lane)[0], probe + ops.exchange([probe], lane)[0]
+            x = x + ops.exchange([x], lane)[0]
+        return x
+
+    def is_suspect(ops, product, size, probe, lse, batch_head, head, m, row, seqlen_q, given):
+        """1 where a row may see only its sink, and holds NaN or infinity: of an output of 0, the product is 0 or NaN."""
+        product, size, probe = (over_lanes(ops, x) for x in (product, size, probe))
+        query = m * q_block + row
+        value = ops.load_at(lse + (ops.wide(batch_head) * ops.wide(seqlen_q) + ops.wide(query)) * 4, query < seqlen_q)
+        sink = ops.fetch("f32", element(ops, named_of(given), "sinks", head=head), 0)
+        alone = (ops.absolute(value - sink) <= ops.absolute(value) * _ROUNDED) & (size == 0.0)
+        return ops.truth(alone & ((product + probe) * 0.0 != 0.0))
+
+    def finish(ops, product, behind, lse, dlse, shifts, deltas, tile, batch_head, batch, m, row, part, seqlen_q, given):
+        product, named = over_lanes(ops, product), named_of(given)
         query = m * q_block + row
         writes = (part == 0) & (row < q_block)
         at = (ops.wide(batch_head) * ops.wide(seqlen_q) + ops.wide(query)) * 4
@@ -74,10 +92,7 @@ def build_rows(config: BackwardConfig) -> KernelSource:
         seen = inside & (value != -math.inf)
         extra = ops.load_at(dlse + at, seen & (dlse != 0))
         if behind_sink:
-            sink = ops.fetch("f32", element(ops, named, "sinks", head=head), 0)
-            alone = (ops.absolute(value - sink) <= ops.absolute(value) * _ROUNDED) & (size == 0.0)
-            behind = alone & ((product + probe) * 0.0 != 0.0)  # of an output of 0, the product is 0 or NaN
-            product, value = ops.select(behind, ops.constant("float32", 0.0), product), ops.select(behind, ops.constant("float32", math.inf), value)
+            value = ops.select(behind != 0, ops.constant("float32", math.inf), value)  # delta is for the sink
         place = (ops.wide(tile) * q_block + ops.wide(row)) * 4
         ops.store_at(shifts + place, ops.select(seen, value * unit, math.inf), writes)
         if with_deltas:
@@ -86,7 +101,12 @@ def build_rows(config: BackwardConfig) -> KernelSource:
     row_of_pass = straight_line(UniTuple(int32, 3), (int32,) * 4, row_of_pass)
     addresses = straight_line(UniTuple(uint64, 2), (uint64, uint64, UniTuple(types.int64, 6), *(int32,) * 5), addresses)
     q_at = straight_line(UniTuple(types.int64, 2), (given, *(int32,) * 7), q_at)
-    finish = straight_line(void, (*(float32,) * 3, *(uint64,) * 4, *(int32,) * 8, given), finish)
+    is_suspect = straight_line(int32, (*(float32,) * 3, uint64, *(int32,) * 5, given), is_suspect)
+    finish = straight_line(void, (float32, int32, *(uint64,) * 4, *(int32,) * 7, given), finish)
+    query_of_warp = straight_line(int32, (int32,) * 4, lambda ops, m, row, thread, n: m * q_block + row - (thread & 31) // lanes + n)
+    kept_behind = straight_line(
+        int32, (int32,) * 4, lambda ops, suspect, thread, n, found: ops.select(((thread & 31) // lanes == n) & (found != 0), ops.integer(0), suspect)
+    )
     split = straight_line(
         UniTuple(int32, 4),
         (int32,) * 3,
@@ -107,17 +127,27 @@ def build_rows(config: BackwardConfig) -> KernelSource:
         strides = (d0, d1, d2, o0, o1, o2)
         for step in range(passes):
             row, part, exists = row_of_pass(step, thread, m, seqlen_q)
-            product, size, probe = no_product(), no_product(), no_product()
+            product, size, probe, behind = no_product(), no_product(), no_product(), zero()
             if with_deltas or behind_sink:
                 a, b = addresses(dout, out, strides, batch, head, m, row, part)
                 product = dot(a, b, exists)
             if behind_sink:
                 a, b = addresses(dout, out, strides, batch, head, m, row, part)
                 size = dot(b, b, exists)
-                for n in range(q_passes):
-                    at, there = q_at(given, batch, head, m, row, part, n, seqlen_q)
+                for eight in range(q_passes):
+                    at, there = q_at(given, batch, head, m, row, part, eight, seqlen_q)
                     probe = sum_of(probe, dot(at, at, there))
-            finish(product, size, probe, lse, dlse, shifts, deltas, tile, batch_head, batch, head, m, row, part, seqlen_q, given)
+                behind = is_suspect(product, size, probe, lse, batch_head, head, m, row, seqlen_q, given)
+                if warp.ballot(behind) != 0:
+                    bounds, options = given[at_bounds:at_options], given[at_options:]
+                    if lengths:
+                        bounds = bounds_of_entry(batch, given[at_bounds:at_options], options)
+                    n = zero()
+                    while n < rows_of_warp:
+                        found = sees_a_key(query_of_warp(m, row, thread, n), within_warp(thread), batch, head, bounds, options)
+                        behind = kept_behind(behind, thread, n, found)
+                        n = following(n)
+            finish(product, behind, lse, dlse, shifts, deltas, tile, batch_head, batch, m, row, part, seqlen_q, given)
         if with_dq:
             for step in range(sum_steps):
                 rows.zero(sum_at(sums, tile, step, thread))
@@ -127,7 +157,7 @@ def build_rows(config: BackwardConfig) -> KernelSource:
             if tile == 0 and thread == 0:
                 clear(ticket_at(turns))
 
-    q_passes = -(-config.head_dim // (8 * lanes))
+    q_passes, rows_of_warp = -(-config.head_dim // (8 * lanes)), 32 // lanes
     sum_of = straight_line(float32, (float32,) * 2, lambda ops, x, y: x + y)
     no_product = straight_line(float32, (), lambda ops: ops.constant("float32", 0.0))
     signature = types.void(*[types.uint64] * 8, *[types.int64] * 6, *[types.int32] * 3, given)
@@ -170,7 +200,7 @@ def build_dq(config: BackwardConfig) -> KernelSource:
 
     behind_sink, lengths, options_of = config.behind_sink, config.options.lengths, config.of_products.options
     given = types.Tuple([int32] * 5 + option_types(options_of) if behind_sink else [])
-    bounds_of_entry, seeing_rows, spoilt = Scores(64, options_of).bounds_of_entry(False), unseen.queries_that_see(config), fragment.spoilt(columns)
+    bounds_of_entry, seeing_rows, spoilt = Scores(64, options_of).bounds_of_entry(False), unseen.queries_that_see(config)[1], fragment.spoilt(columns)
     query_of = straight_line(int32, (int32, int32), lambda ops, row, thread: row + (thread >> 5) * 16 + ((thread & 31) >> 2))
 
     def kernel(dq_map, sums, shifts, heads, q_blocks, factor, *given):

@@ -189,6 +189,7 @@ class KeyScores:
                 falling = ops.as_float(words[at]) * -1.0
                 places = [ops.real("float32", seat[f"place{r}"] - origin) for r in (0, 1)]
             kept = self._kept(ops, named, seat, origin, head) if options_of.dropout else None
+            minus_one, below_zero = ops.constant("float32", -1.0), ops.constant("float32", -(2.0**-149))  # a dropped weight is never -0.0
             p, w = [], []
             for i, x in enumerate(s):
                 row, column = (i >> 1) & 1, 8 * (i >> 2) + (i & 1)
@@ -205,11 +206,11 @@ class KeyScores:
                 if options_of.mask:
                     shown.append(is_shown(*self._word(options_of.mask, of_arrays["mask"], i)))
                 if self.of_bias:
-                    shown.append(shift < math.inf)
+                    shown.append(shift != math.inf)  # true of NaN
                 y = x if slope is None or self.of_bias else x * slope
                 if kept is not None:
                     keeps = kept(i)
-                    x, y = ops.select(keeps, x, 0.0), ops.select(keeps, y, y * -1.0)
+                    x, y = ops.select(keeps, x, x * 0.0), ops.select(keeps, y, ops.fma(y, minus_one, below_zero))
                 for condition in shown:
                     x, y = ops.select(condition, x, -0.0), ops.select(condition, y, -0.0)
                 p.append(x)

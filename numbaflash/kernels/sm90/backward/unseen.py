@@ -158,23 +158,31 @@ def keys(config: BackwardConfig, memory: SharedMemory):
 
 
 def queries_that_see(config: BackwardConfig):
-    """``f(query, lane, batch, head, bounds, options) -> (sees0, sees1)`` for the thread's two rows, the first of which is that query: 1 where it sees
-    a key, searched for by a warp together."""
+    """Two functions, in which a warp searches for a key together.
+
+    ``sees_a_key(query, lane, batch, head, bounds, options) -> int32``: not 0 where that query, the same in all lanes, sees one.
+
+    ``seeing_rows(query, lane, batch, head, bounds, options) -> (sees0, sees1)`` for the thread's two rows, the first of which is that query.
+    """
     sees = Scores(config.q_block, config.of_products.options).sees(1, config.left, config.right)
     key_of = straight_line(int32, (int32,) * 3, lambda ops, first, lane, end: ops.minimum(first + lane, end - 1))
     next_lanes = straight_line(int32, (int32,), lambda ops, key: key + 32)
+
+    @inline
+    def sees_a_key(query, lane, batch, head, bounds, options):
+        found, first = warp.ballot(0), zero()
+        while first < bounds[1] and found == 0:
+            found = warp.ballot(sees(query, key_of(first, lane, bounds[1]), batch, head, bounds, options))
+            first = next_lanes(first)
+        return found
 
     @inline
     def seeing_rows(query, lane, batch, head, bounds, options):
         bits, row = zero(), first_of_warp_rows(query, lane)
         end = past_warp_rows(row)
         while row < end:
-            found, first = warp.ballot(0), zero()
-            while first < bounds[1] and found == 0:
-                found = warp.ballot(sees(row, key_of(first, lane, bounds[1]), batch, head, bounds, options))
-                first = next_lanes(first)
-            bits = with_bit(bits, row, found)
+            bits = with_bit(bits, row, sees_a_key(row, lane, batch, head, bounds, options))
             row = following(row)
         return bits_of_lane(bits, lane)
 
-    return seeing_rows
+    return sees_a_key, seeing_rows
