@@ -15,7 +15,7 @@ from numba import cuda
 from numba.cuda.types import UniTuple, int32
 
 from ....ptx import fragment, mbarrier, pipeline, tma, warp, wgmma
-from ....ptx.index import plus, preceding, warpgroup_of, zero
+from ....ptx.index import plus, zero
 from ....ptx.straight import straight_line
 from ...bands import KeyBand
 from .config import PART_ROWS, BackwardConfig, SharedMemory
@@ -180,23 +180,22 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
         So K can be loaded meanwhile. The other consumer cannot write to that stage before V is loaded, after all of this.
         """
         pipeline.release(k_empty, only(), my.lane)
-        w = preceding(warp.shuffle_index(warpgroup_of(cuda.threadIdx.x), 0))
-        warp.barrier_sync(plus(w, OWN), 128)
+        warp.barrier_sync(plus(my.w, OWN), 128)
         if bounded:  # NaN among the queries stays out of keys that none of them sees
-            seen = seen_keys(key_of_thread(n, w, my.thread), bounds)
+            seen = seen_keys(key_of_thread(n, my.w, my.thread), bounds)
             dk, dv = select_dk(dk, seen), select_dv(dv, seen)
         if with_dv:
-            put_dv(dv_to_16bit(dv), own_rows(s_v, w), my.thread)
+            put_dv(dv_to_16bit(dv), own_rows(s_v, my.w), my.thread)
         if with_dk:
-            put_dk(dk_to_16bit(scale_dk(dk, scale_of_dk)), own_ds_stage(my.all_ds, w), my.thread)
+            put_dk(dk_to_16bit(scale_dk(dk, scale_of_dk)), own_ds_stage(my.all_ds, my.w), my.thread)
         tma.fence_async()
-        warp.barrier_sync(plus(w, OWN), 128)
+        warp.barrier_sync(plus(my.w, OWN), 128)
         if my.thread == 0:
-            key = own_key(n, w)
+            key = own_key(n, my.w)
             if with_dv:
-                store_dv(dv_map, own_rows(s_v, w), key, kv_head, batch)
+                store_dv(dv_map, own_rows(s_v, my.w), key, kv_head, batch)
             if with_dk:
-                store_dk(dk_map, own_ds_stage(my.all_ds, w), key, kv_head, batch)
+                store_dk(dk_map, own_ds_stage(my.all_ds, my.w), key, kv_head, batch)
             tma.wait_stores_read()
             mbarrier.arrive(v_empty)
 

@@ -248,11 +248,9 @@ def build(config: BackwardConfig) -> KernelSource:
                         m, member = next_of_walk(m, member, group, onward)
                         step = following(step)
                     dk, dv, place = finish(carried, dk, dv, place, ring, my)
-                n, column = order(again(tile), kv_tiles, columns, section)
-                batch, kv_head, _ = heads_of(column, kv_heads, 1)
                 leave(dk, dv, n, bounds, kv_head, batch, dk_map, dv_map, s_k, s_v, k_empty, v_empty, scale_of_dk, my)
                 turn = following(turn)
-                tile = tile_of_turn(turn, again(block), blocks)
+                tile = tile_of_turn(turn, block, blocks)
 
     signature = types.void(*[types.uint64] * 10, *[types.int32] * 15, types.float32, types.float32)
     return KernelSource(kernel, signature, threads=config.threads, fastmath=False, tensor_maps=tuple(range(6)))
