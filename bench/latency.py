@@ -75,6 +75,15 @@ def cupy_calls(libraries, cell):
         yield "dense", "cupy, out allocated", libraries["dense"].scope, lambda: dense_cupy(cupy, q, k, v, cell.causal)
 
 
+def yardstick_calls(libraries, cell):
+    """What says how fast the host is: a plain loop, and the launch of an empty kernel. Hosts differ by more than libraries do."""
+    import cupy
+
+    (q, *_), kernel = cupy_inputs(cupy, cell), cupy.RawKernel('extern "C" __global__ void empty(void* x) {}', "empty")
+    yield "python", "sum of 1000 integers", nullcontext, lambda: sum(n for n in range(1000))
+    yield "cupy", "RawKernel that does nothing", nullcontext, lambda: kernel((1,), (32,), (q,))
+
+
 def _our_calls(arrays, q, k, v, cell, empty, out):
     import numbaflash
 
@@ -226,7 +235,7 @@ class Latency(Quantities):
 
                 self.guarded(f"host time of {name} ({case})", work)
 
-        for source in (torch_calls, cupy_calls):
+        for source in (yardstick_calls, cupy_calls, torch_calls):
             self.guarded(source.__name__.replace("_", " "), lambda source=source: one(source))
 
     def first(self, repeats, progress):

@@ -63,6 +63,8 @@ KERNELS = [
     ((192,), {"causal": True}),
     ((256, 64), {"window": (100, 50)}),
     ((72, 40), {"causal": True}),
+    ((96,), {"seqlen_k": 8192}),
+    ((80,), {"causal": True, "kv_heads": 2}),
 ]
 
 
