@@ -6,9 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+import numbaflash
 
 ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:
@@ -23,6 +26,7 @@ from bench import (  # noqa: E402
     gpu,
     grids,
     latency,
+    options,
     passes,
     peers,
     plots,
@@ -828,7 +832,7 @@ def test_progress_is_plain_lines_without_a_terminal(capsys):
     assert not progress.colour_wanted()
 
 
-@pytest.mark.parametrize("module", [forward, backward, training, latency])
+@pytest.mark.parametrize("module", [forward, backward, training, latency, options])
 def test_without_a_gpu_one_line_says_so(module, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "missing", lambda: "no CUDA GPU was found")
     assert module.main([]) == 2
@@ -851,3 +855,39 @@ def test_pairs_must_match(capsys):
     with pytest.raises(SystemExit):
         forward.parse(["--dtypes", "bf16", "--heads", "mha,gqa", "--pair"])
     assert "as many --dtypes as --heads; got 1 and 2" in capsys.readouterr().err
+
+
+# ---- options
+
+
+def on_the_cpu(monkeypatch):
+    """Let what asks torch for CUDA get CPU tensors."""
+    torch = pytest.importorskip("torch")
+    for name in ("randn", "linspace", "full", "arange"):
+        make = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *shape, make=make, **more: make(*shape, **{**more, "device": "cpu"}))
+    return torch
+
+
+@pytest.mark.parametrize("name", options.scenarios("bfloat16", 64))
+def test_the_sample_of_a_scenario_is_attention_under_its_options(name, monkeypatch):
+    torch, scenario = on_the_cpu(monkeypatch), options.scenarios("bfloat16", 64)[name]
+    seqlen = 1500 if "window" in name else 256
+    cell = replace(scenario.cell, batch=2, seqlen=seqlen, heads=2, kv_heads=2)
+    torch.manual_seed(0)
+    given = scenario.make(torch, cell)
+    q, k, v = (torch.randn(cell.problem.shape_of(operand), dtype=torch.bfloat16) for operand in "qkv")
+    out = numbaflash.forward(q, k, v, causal=cell.causal, **given)
+    wanted = options.sampled(torch, cell, given, q, k, v)
+    assert options.complaint(torch, cell, given, out, wanted) is None
+    if "dropout" not in name:
+        assert "off by" in options.complaint(torch, cell, given, out.roll(1, 1), wanted)
+
+
+def test_the_table_of_options():
+    plain = {**record(ms=1.0), "option": "plain"}
+    cost = {**record(ms=1.25), "option": "softcap"}
+    peer = {**record("flex", ms=2.5), "option": "softcap"}
+    _, first, second = options.table([plain, cost, peer]).splitlines()
+    assert first.split() == ["plain", "forward", "1.000", "1.00", "-", "-"]
+    assert second.split() == ["softcap", "forward", "1.250", "0.80", "flex", "2.500", "2.00"]

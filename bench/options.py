@@ -1,0 +1,327 @@
+"""What each option costs beside the plain kernel, and beside the peers that have it: ``python -m bench.options``.
+
+Every scenario is timed in one run, libraries in turn (`bench.timing`). Results are compared with float64 on the last rows of the first and last head
+before they are timed, but for dropout, whose masks differ from library to library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import gpu, records, timing
+from .cells import DTYPES, Cell, backward_flops, inputs
+from .grids import choices
+from .peers import OURS, one_line
+from .progress import Progress
+
+PROGRAM, BENCH = "bench.options", "options"
+DIRECTIONS = ("forward", "backward")
+PEERS = ("cudnn", "efficient", "fa2", "fa4", "flex")
+WINDOW, CAP, DROPPED, DOCUMENTS = 1024, 30.0, 0.1, 8
+SAMPLED_ROWS = 64
+TOLERANCE = 0.03  # of 16-bit results of size 1, far below what a wrong mask or bias does
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One use of the options.
+
+    Attributes
+    ----------
+    cell : Cell
+    make : callable
+        ``make(torch, cell)`` returns the options of `numbaflash.forward`.
+    peers : tuple of str
+        Those of `PEERS` that have it.
+    needs : tuple of str
+        Gradients that are computed.
+    """
+
+    cell: Cell
+    make: Callable = lambda torch, cell: {}
+    peers: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ("q", "k", "v")
+
+
+def scenarios(dtype: str, head_dim: int) -> dict[str, Scenario]:
+    """Every scenario, by name; 16k tokens of 2048 columns, causal, and one sequence of 32k for the window."""
+    heads = 2048 // head_dim
+    cell, long = Cell(dtype, 4, 4096, heads, heads, head_dim, True), Cell(dtype, 1, 32768, heads, heads, head_dim, True)
+    full = Cell(dtype, 4, 4096, heads, heads, head_dim, False)
+
+    def bias(torch, cell):
+        return {"bias": torch.randn(1, cell.heads, cell.seqlen, cell.seqlen, device="cuda", dtype=getattr(torch, cell.dtype))}
+
+    def mask(torch, cell):
+        documents = document_ids(torch, cell)
+        return {"mask": documents[:, None] == documents[None, :]}
+
+    def half(torch, cell):
+        lengths = torch.linspace(0.25, 1, cell.batch, device="cuda").mul(cell.seqlen).int()
+        return {"seqlens_q": lengths, "seqlens_k": lengths}
+
+    return {
+        "plain": Scenario(cell, peers=("cudnn", "fa2", "fa4")),
+        "softcap": Scenario(cell, lambda torch, cell: {"softcap": CAP}, ("fa4", "flex")),
+        "alibi": Scenario(cell, lambda torch, cell: {"alibi_slopes": torch.linspace(0.01, 1, cell.heads, device="cuda")}, ("flex",)),
+        "sinks": Scenario(cell, lambda torch, cell: {"sinks": torch.randn(cell.heads, device="cuda")}),
+        "lengths": Scenario(cell, lambda torch, cell: dict.fromkeys(("seqlens_q", "seqlens_k"), full_lengths(torch, cell))),
+        "uneven lengths": Scenario(cell, half),
+        "dropout": Scenario(cell, lambda torch, cell: {"dropout": DROPPED, "seed": 1}, ("cudnn", "efficient", "fa2")),
+        "full plain": Scenario(full, peers=("cudnn", "fa2", "fa4")),
+        "full bias": Scenario(full, bias, ("cudnn", "efficient", "flex")),
+        "full bias and dbias": Scenario(full, bias, ("cudnn", "efficient", "flex"), ("q", "k", "v", "bias")),
+        "full mask of documents": Scenario(full, mask, ("cudnn", "efficient", "flex")),
+        "window at 32k": Scenario(long, lambda torch, cell: {"window": (WINDOW - 1, 0)}, ("fa4", "flex")),
+    }
+
+
+def full_lengths(torch, cell):
+    return torch.full((cell.batch,), cell.seqlen, device="cuda", dtype=torch.int32)
+
+
+def document_ids(torch, cell):
+    return torch.arange(cell.seqlen, device="cuda") * DOCUMENTS // cell.seqlen
+
+
+class Peers:
+    """Attention of other libraries under the options of a scenario: ``peers.bind(name, scenario, options, q, k, v)``."""
+
+    def __init__(self):
+        import torch
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        self._torch, self._scope = torch, sdpa_kernel
+        self._backends = {"cudnn": SDPBackend.CUDNN_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
+        self._flex = None
+
+    def bind(self, name, scenario, options, q, k, v):
+        """A function without arguments that returns out, (batch, seqlen, heads, head_dim)."""
+        if name in self._backends:
+            return self._sdpa(self._backends[name], scenario, options, q, k, v)
+        return (self._fa4 if name == "fa4" else self._flex_attention)(scenario, options, q, k, v)
+
+    def _sdpa(self, backend, scenario, options, q, k, v):
+        attention, scope, cell = self._torch.nn.functional.scaled_dot_product_attention, self._scope, scenario.cell
+        added = options.get("bias", options.get("mask"))
+        if added is not None:
+            added = added.expand(cell.batch, cell.heads, cell.seqlen, cell.seqlen)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+
+        def call():
+            with scope(backend):
+                return attention(q, k, v, added, options.get("dropout", 0.0), cell.causal).transpose(1, 2)
+
+        return call
+
+    def _fa4(self, scenario, options, q, k, v):
+        from flash_attn.cute import flash_attn_func
+
+        more = {"window_size": options["window"]} if "window" in options else {}
+        more |= {"softcap": options["softcap"]} if "softcap" in options else {}
+
+        def call():
+            result = flash_attn_func(q, k, v, causal=scenario.cell.causal, **more)
+            return result[0] if isinstance(result, tuple) else result
+
+        return call
+
+    def _flex_attention(self, scenario, options, q, k, v):
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        torch, cell = self._torch, scenario.cell
+        if self._flex is None:
+            self._flex = torch.compile(flex_attention, dynamic=False)
+        flex, documents = self._flex, document_ids(torch, cell)
+        slopes, bias = options.get("alibi_slopes"), options.get("bias")
+
+        def score(score, b, h, i, j):
+            if "softcap" in options:
+                score = CAP * torch.tanh(score / CAP)
+            if slopes is not None:
+                score = score - slopes[h] * (i - j)
+            return score if bias is None else score + bias[0, h, i, j]
+
+        def visible(b, h, i, j):
+            seen = documents[i] == documents[j] if "mask" in options else i >= 0
+            if "window" in options:
+                seen = seen & (i - j < WINDOW)
+            return seen & (i >= j) if cell.causal else seen
+
+        hides = cell.causal or "mask" in options
+        block_mask = create_block_mask(visible, None, None, cell.seqlen, cell.seqlen, device="cuda") if hides else None
+        scores = score if {"softcap", "alibi_slopes", "bias"} & set(options) else None
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return lambda: flex(q, k, v, score_mod=scores, block_mask=block_mask).transpose(1, 2)
+
+
+def sampled(torch, cell, options, q, k, v):
+    """The last rows of the first batch entry's first and last head, (2, rows, head_dim), in float64."""
+    found, first = [], cell.seqlen - SAMPLED_ROWS
+    length = int(options["seqlens_k"][0]) if "seqlens_k" in options else cell.seqlen
+    for head in (0, cell.heads - 1):
+        rows = torch.arange(first, cell.seqlen, device=q.device)[:, None] - (cell.seqlen - length)
+        keys = torch.arange(length, device=q.device)[None, :]
+        s = q[0, rows[:, 0], head].double() @ k[0, :length, head].double().T * cell.head_dim**-0.5
+        if "softcap" in options:
+            s = options["softcap"] * torch.tanh(s / options["softcap"])
+        if "alibi_slopes" in options:
+            s = s - options["alibi_slopes"][head].double() * (rows - keys).abs()
+        if "bias" in options:
+            s = s + options["bias"][0, head, first:].double()
+        seen = rows >= keys if cell.causal else torch.ones_like(rows >= keys)
+        if "mask" in options:
+            seen = seen & options["mask"][first:]
+        if "window" in options:
+            seen = seen & (rows - keys <= options["window"][0])
+        s = s.masked_fill(~seen, -torch.inf)
+        sink = options["sinks"][head].double().expand(SAMPLED_ROWS, 1) if "sinks" in options else s.new_full((SAMPLED_ROWS, 1), -torch.inf)
+        found.append(torch.cat([s, sink], 1).softmax(1)[:, :-1] @ v[0, :length, head].double())
+    return torch.stack(found)
+
+
+def complaint(torch, cell, options, out, wanted) -> str | None:
+    """What is wrong with a result; None when nothing is, or when dropout makes it random."""
+    if "dropout" in options:
+        return None
+    end = int(options["seqlens_q"][0]) if "seqlens_q" in options else cell.seqlen
+    got = out[0, end - SAMPLED_ROWS : end][:, [0, -1]].transpose(0, 1).double()
+    error = (got - wanted).abs().max().item()
+    return None if error <= TOLERANCE else f"wrong: an element is off by {error:.2g}"
+
+
+def calls_of(name, peers, scenario, options, arrays, direction):
+    """(forward call, call to be timed) of a library."""
+    import torch
+
+    import numbaflash
+
+    dout, q, k, v = arrays
+    causal = scenario.cell.causal
+    if name == OURS:
+        forward = lambda: numbaflash.forward(q, k, v, causal=causal, **options)  # noqa: E731
+        if direction == "forward":
+            return forward, forward
+        out, lse = numbaflash.forward(q, k, v, causal=causal, return_lse=True, **options)
+        return forward, lambda: numbaflash.backward(dout, q, k, v, out, lse, causal=causal, needs=scenario.needs, **options)
+    forward = peers.bind(name, scenario, options, q, k, v)
+    if direction == "forward":
+        return forward, forward
+    leaves = {n: x.detach().requires_grad_() for n, x in {"q": q, "k": k, "v": v, **options}.items() if n in scenario.needs}
+    with torch.enable_grad():
+        out = peers.bind(name, scenario, options | {n: x for n, x in leaves.items() if n in options}, *(leaves[n] for n in "qkv"))()
+    return forward, lambda: torch.autograd.grad(out, tuple(leaves.values()), dout, retain_graph=True)
+
+
+class Run:
+    """Measures scenarios and gathers the records."""
+
+    def __init__(self, options, common, device):
+        self.options, self.common, self.device, self.peers, self.records = options, common, device, Peers(), []
+
+    def scenario(self, name, scenario, direction, note):
+        import torch
+
+        cell = scenario.cell
+        options = scenario.make(torch, cell)
+        arrays = inputs(cell, operands=("dout", "q", "k", "v"))
+        wanted = sampled(torch, cell, options, *arrays[1:])
+        calls = {}
+        for library in (OURS, *(peer for peer in scenario.peers if peer in self.options.libraries)):
+            reason = None
+            try:
+                forward, call = calls_of(library, self.peers, scenario, options, arrays, direction)
+                reason = complaint(torch, cell, options, forward(), wanted)
+                if reason is None:
+                    call()
+                    torch.cuda.synchronize()
+                    calls[library] = call
+            except Exception as error:  # whatever a library raises, the others are still measured
+                reason = one_line(error)
+                self.device.recover()
+            if reason:
+                note(f"{name}, {direction}: {library} left out: {reason}")
+                self.record(name, cell, direction, library, {"ms": None, "tflops": None, "skipped": reason})
+        flops = cell.flops if direction == "forward" else backward_flops(cell.problem)
+        for library, times in timing.measure(self.device, calls, rounds=self.options.rounds, target_ms=self.options.target).items():
+            numbers = times.summary()
+            self.record(name, cell, direction, library, numbers | {"tflops": flops / numbers["ms"] / 1e9})
+
+    def record(self, name, cell, direction, library, more):
+        base = {"bench": BENCH, "direction": direction, **cell.fields(), "library": library, "version": "", "option": name}
+        self.records.append(records.check({**base, **more, "method": timing.METHOD, **self.common}))
+
+
+def table(found) -> str:
+    """Milliseconds of each scenario, the plain kernel's time over ours, and the best peer's over ours."""
+    lines = [f"{'option':28}{'direction':10}{'numbaflash ms':>14}{'of plain':>10}{'best peer':>22}{'ratio':>8}"]
+    ours = {(r["option"], r["direction"]): r for r in found if r["library"] == OURS}
+    for (option, direction), record in ours.items():
+        if record["ms"] is None:
+            lines.append(f"{option:28}{direction:10}{'-':>14}  {record['skipped']}")
+            continue
+        plain = ours.get(("plain" if record["causal"] else "full plain", direction))
+        share = f"{plain['ms'] / record['ms']:.2f}" if plain and plain["ms"] and plain["seqlen_q"] == record["seqlen_q"] else "-"
+        theirs = [r for r in found if (r["option"], r["direction"]) == (option, direction) and r["library"] != OURS and r["ms"]]
+        best = min(theirs, key=lambda r: r["ms"], default=None)
+        told, ratio = (f"{best['library']} {best['ms']:.3f}", f"{best['ms'] / record['ms']:.2f}") if best else ("-", "-")
+        lines.append(f"{option:28}{direction:10}{record['ms']:>14.3f}{share:>10}{told:>22}{ratio:>8}")
+    return "\n".join(lines)
+
+
+def parse(arguments=None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", description=__doc__.split("\n\n")[0])
+    names = tuple(scenarios("bfloat16", 128))
+    parser.add_argument("--only", help=f"scenarios ({','.join(names)})")
+    parser.add_argument("--directions", default=",".join(DIRECTIONS), help="(%(default)s)")
+    parser.add_argument("--libraries", default=",".join(PEERS), help="peers (%(default)s)")
+    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16"), help="(%(default)s)")
+    parser.add_argument("--head-dim", type=int, default=128, choices=(64, 128, 256), help="(%(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each library (%(default)s)")
+    parser.add_argument("--target", type=float, default=15.0, help="device milliseconds of a measurement (%(default)s)")
+    parser.add_argument("--out", type=Path, help="folder of the results (bench/results)")
+    parser.add_argument("--commit", help="commit to write in the records where this is no git checkout")
+    options = parser.parse_args(arguments)
+    try:
+        options.directions = choices("directions", options.directions, DIRECTIONS)
+        options.libraries = choices("libraries", options.libraries, PEERS)
+        options.only = choices("only", options.only, names) if options.only else names
+        if options.rounds < 1 or not options.target > 0:
+            raise ValueError("--rounds and --target must be above 0")
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def main(arguments=None) -> int:
+    options = parse(arguments)
+    reason = gpu.missing()
+    if reason:
+        return gpu.refuse(PROGRAM, reason)
+    start = time.monotonic()
+    common = {**records.gpu_fields(), **records.run_fields(options.commit)}
+    path = records.result_path(common["gpu"], BENCH, options.out)
+    run = Run(options, common, gpu.Gpu())
+    found = scenarios(DTYPES[options.dtype], options.head_dim)
+    todo = list(itertools.product(options.only, options.directions))
+    progress = Progress(len(todo), BENCH)
+    try:
+        for name, direction in todo:
+            run.scenario(name, found[name], direction, progress.note)
+            records.write(path, run.records)
+            progress.step(f"{name}, {direction}")
+    finally:
+        progress.close()
+    print(table(run.records))
+    print(f"\n{time.monotonic() - start:.0f} s; {path}")
+    return int(any(r["library"] == OURS and r.get("skipped") for r in run.records))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
