@@ -572,6 +572,7 @@ BACKWARD_NAMES = [f"backward: {name}" for name in (*simulator_cases.backward_cas
 TURN_NAMES = [f"turns: {name}" for name in simulator_cases.turn_cases()]
 
 
+@pytest.mark.xdist_group("simulator")
 @pytest.mark.parametrize("name", [*simulator_cases.cases(), *DRAWN, *BACKWARD_NAMES, *TURN_NAMES])
 def test_simulator(simulator, name):
     results, done = simulator
