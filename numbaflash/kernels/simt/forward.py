@@ -84,7 +84,7 @@ def build(config: Config) -> KernelSource:
             low, high = int32(0), entries(options)
             while high - low > 1:
                 low, high = bisect(low, high, q_block, q.shape[1], options)
-            batch, q_block, first_row, queries, first_key, keys, _ = entry_of_tile(
+            batch, q_block, first_row, queries, first_key, keys, _, with_sink = entry_of_tile(
                 low, q_block, q.shape[1], k.shape[1], ascending_q, ascending_k, options
             )
             q, k, v = q[:, first_row : first_row + queries], k[:, first_key : first_key + keys], v[:, first_key : first_key + keys]
@@ -119,7 +119,7 @@ def build(config: Config) -> KernelSource:
 
         m, l, o = lowest(), zero_row(), zero_output()
         if with_sinks:
-            m, l = begin_softmax(query, seqlen_q, head, lane_n, options)
+            m, l = begin_softmax(query, with_sink if is_packed else seqlen_q, head, lane_n, options)
         if first_block < stop_block:
             copy_k(memory, k_base, k, batch, first_block * kv_tile, kv_head, thread // kv_width, thread % kv_width)
             if asynchronous:

@@ -79,8 +79,8 @@ def bisect(config: Elements, name: str, tile: int):
 def entry_of_tile(config: Elements, name: str, other: str, tile: int, other_tile: int):
     """``f(entry, number, total, other_total, ascending, other_ascending, options)``, of the entry that bisection found.
 
-    Returns (batch entry, block, first row, rows, first row and rows of ``other``, number of its first tile there). Without anything to see, the
-    other rows are none.
+    Returns (batch entry, block, first row, rows, first row and rows of ``other``, number of its first tile there, rows that are of a sequence).
+    Without anything to see, the other rows are none.
     """
 
     def body(ops, entry, number, total, other_total, ascending, other_ascending, options):
@@ -89,13 +89,15 @@ def entry_of_tile(config: Elements, name: str, other: str, tile: int, other_tile
         first, end = (_bound(ops, config, options, name, each, total) for each in (entry, entry + 1))
         end = ops.select(ascending != 0, end, total)
         block = number - (first // tile + entry)
-        nothing = (entry < 1) | (entry >= last) | (other_ascending == 0) | (block * tile >= end - first)
+        nobody = (entry < 1) | (entry >= last)
+        nothing = nobody | (other_ascending == 0) | (block * tile >= end - first)
         other_first, other_end = (_bound(ops, config, options, other, each, other_total) for each in (entry, entry + 1))
         batch = ops.maximum(ops.minimum(entry - 1, last - 2), ops.integer(0))
         other_rows = ops.select(nothing, ops.integer(0), other_end - other_first)
-        return [batch, block, first, end - first, other_first, other_rows, other_first // other_tile + entry]
+        rows = ops.select(nobody, ops.integer(0), end - first)
+        return [batch, block, first, end - first, other_first, other_rows, other_first // other_tile + entry, rows]
 
-    return straight_line(UniTuple(int32, 7), (*(int32,) * 6, option_types(config)), body)
+    return straight_line(UniTuple(int32, 8), (*(int32,) * 6, option_types(config)), body)
 
 
 def span(config: Elements, name: str):

@@ -140,7 +140,7 @@ def build(config: Config) -> KernelSource:
             low, high = int32(0), entries(options)
             while high - low > 1:
                 low, high = bisect(low, high, kv_block, k.shape[1], options)
-            batch, kv_block, first_key, keys, first_row, queries, first_tile = entry_of_tile(
+            batch, kv_block, first_key, keys, first_row, queries, first_tile, _ = entry_of_tile(
                 low, kv_block, k.shape[1], q.shape[1], ascending_k, ascending_q, options
             )
             q, dout, lse = q[:, first_row : first_row + queries], dout[:, first_row : first_row + queries], lse[:, :, first_row : first_row + queries]

@@ -49,7 +49,7 @@ def build_delta(config: Config) -> KernelSource:
             low, high = int32(0), entries(options)
             while high - low > 1:
                 low, high = bisect(low, high, q_block, dout.shape[1], options)
-            batch, q_block, first_row, queries, _, _, _ = entry_of_tile(low, q_block, dout.shape[1], 0, ascending, 1, options)
+            batch, q_block, first_row, queries, _, _, _, _ = entry_of_tile(low, q_block, dout.shape[1], 0, ascending, 1, options)
             dout, out, lse = dout[:, first_row : first_row + queries], out[:, first_row : first_row + queries], lse[:, :, first_row : first_row + queries]
             delta = delta[:, first_row : first_row + queries]
             if with_dlse:
@@ -103,7 +103,7 @@ def build_dq(config: Config) -> KernelSource:
             low, high = int32(0), entries(options)
             while high - low > 1:
                 low, high = bisect(low, high, q_block, dq.shape[1], options)
-            batch, q_block, first_row, queries, _, _, _ = entry_of_tile(low, q_block, dq.shape[1], 0, ascending, 1, options)
+            batch, q_block, first_row, queries, _, _, _, _ = entry_of_tile(low, q_block, dq.shape[1], 0, ascending, 1, options)
             dq = dq[:, first_row : first_row + queries]
         query, column, _, _ = place(thread)
         store_rows(dq, batch, q_block * q_tile + query, head, column, load_sums(sums, tile, thread), factor)
