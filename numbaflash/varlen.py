@@ -288,9 +288,11 @@ def attention_varlen(
         from .torch import attention_varlen
 
         return attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options, deterministic=deterministic)
-    library = _library({"q": q, "k": k, "v": v})
+    arrays = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    library = _library(arrays)
     deterministic = check_flag("deterministic", deterministic)
     if library.attention_varlen is not None:
+        _check_values(arrays, options)
         return library.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options, deterministic=deterministic)
     return forward_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
 
@@ -322,6 +324,8 @@ def _check_values(arrays, options):
     if os.environ.get("NUMBAFLASH_CHECK", "0") in ("", "0"):
         return
     for name, rows, longest in (("cu_seqlens_q", "q", "max_seqlen_q"), ("cu_seqlens_k", "k", "max_seqlen_k")):
-        values = LIBRARIES[type(arrays[name])].values(arrays[name])
+        library = LIBRARIES[type(arrays[name])]
+        values = library.values(arrays[name])
         if values is not None and values.ndim == 1 and len(values) and np.issubdtype(values.dtype, np.integer):
-            check_boundaries(name, values.tolist(), int(arrays[rows].shape[0]), options[longest])
+            (total, *_) = library.describe(arrays[rows], rows).shape or (0,)
+            check_boundaries(name, values.tolist(), total, options[longest])
