@@ -129,7 +129,7 @@ def check_names(problem: Problem, options) -> None:
 
 @dataclass(frozen=True)
 class Packing:
-    """Where packed sequences lie, and the padded problem that they are: ``bounds`` of the sequences of "q" and "k", and the options of that problem."""
+    """Where packed sequences lie, and the padded problem that they are: ``bounds`` of the sequences of "q" and "k", and its options."""
 
     padded: Problem
     bounds: dict[str, np.ndarray]

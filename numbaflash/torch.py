@@ -346,9 +346,7 @@ def _operator(q, k, v, **options):
     return torch.ops.numbaflash.attention(q, k, v, *_plain_options(**options))
 
 
-def _plain_options(
-    *, scale, causal, window, deterministic, softcap=None, dropout=0, seed=None, max_seqlen_q=None, max_seqlen_k=None, **tensors
-):
+def _plain_options(*, scale, causal, window, deterministic, softcap=None, dropout=0, seed=None, max_seqlen_q=None, max_seqlen_k=None, **tensors):
     """Options in the order of the operators' schemas, without defaults at the end: old calls had none."""
     if isinstance(scale, (int, torch.SymInt)) and not isinstance(scale, bool):
         scale = torch.sym_float(scale)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import packed
 import pytest
 import simulator_cases
 
@@ -569,11 +570,12 @@ def simulator():
 
 DRAWN = ("drawn by Hypothesis", "options drawn by Hypothesis")
 BACKWARD_NAMES = [f"backward: {name}" for name in (*simulator_cases.backward_cases(), *DRAWN)]
+PACKED_NAMES = [f"packed: {name}" for name in packed.CASES]
 TURN_NAMES = [f"turns: {name}" for name in simulator_cases.turn_cases()]
 
 
 @pytest.mark.xdist_group("simulator")
-@pytest.mark.parametrize("name", [*simulator_cases.cases(), *DRAWN, *BACKWARD_NAMES, *TURN_NAMES])
+@pytest.mark.parametrize("name", [*simulator_cases.cases(), *DRAWN, *BACKWARD_NAMES, *PACKED_NAMES, *TURN_NAMES])
 def test_simulator(simulator, name):
     results, done = simulator
     assert name in results, done.stderr[-4000:]

@@ -1,8 +1,8 @@
 """Kernels for the CPU, compiled by Numba: any dtype, head dim, band and strides.
 
 ``forward`` is the algorithm and ``decode`` its form for few queries, ``scores`` the options, ``microkernel`` the matrix
-products, ``packed`` the sequences that lie one after the other, ``vector``, ``exp2``, ``tanh`` and ``dropout`` the arithmetic, ``convert`` the dtypes, ``config`` the choice of tiles
-and ``launch`` threads and compilation.
+products, ``vector``, ``exp2``, ``tanh`` and ``dropout`` the arithmetic, ``convert`` the dtypes, ``packed`` the sequences that lie
+one after the other, ``config`` the choice of tiles and ``launch`` threads and compilation.
 """
 
 from __future__ import annotations

@@ -49,8 +49,9 @@ ARGUMENTS = np.dtype(
 """
 ``score_scale`` is what the products of queries and keys are multiplied by; ``q_tiles`` and ``kv_tiles`` count the tiles of a key/value head;
 ``key_columns`` and ``value_columns`` are the padded head dims, ``key_stride``, ``value_stride`` and
-``score_stride`` the rows of packed matrices in bytes; ``row_tiles`` and ``key_tiles`` count the tiles of packed sequences that are listed; ``needs_*`` is 1 for the gradients to compute; ``{operand}_{axis}``
-are strides; ``at_{region}`` places in a thread's scratch memory, of ``scratch`` bytes, or in the workspace. ``by_{axis}`` is 1 for the axes
+``score_stride`` the rows of packed matrices in bytes; ``row_tiles`` and ``key_tiles`` count the tiles of packed sequences
+that are listed; ``needs_*`` is 1 for the gradients to compute; ``{operand}_{axis}`` are strides;
+``at_{region}`` places in a thread's scratch memory, of ``scratch`` bytes, or in the workspace. ``by_{axis}`` is 1 for the axes
 that the bias is not broadcast along; ``part_queries`` are the queries of a part of its gradient and ``sum_stride`` the bytes of a row of its sums.
 """
 

@@ -177,7 +177,8 @@ class Config(Elements):
     def of_rows(self) -> Config:
         """What the kernels before and after the products depend on."""
         names = ("vectors", "asynchronous", "bounded_left", "bounded_right", "with_dk", "with_dv", "with_dbias", "with_dsinks")
-        return replace(self, depth=0, depth_v=0, min_blocks=1, dbias_axes=(True, True), options=self.options.of_packing, **dict.fromkeys(names, False))
+        kept = {"dbias_axes": (True, True), "options": self.options.of_packing}
+        return replace(self, depth=0, depth_v=0, min_blocks=1, **kept, **dict.fromkeys(names, False))
 
     @property
     def of_sinks(self) -> Config:

@@ -73,7 +73,8 @@ def build(config: Config) -> KernelSource:
     is_packed = options_of.packed
     if is_packed:
         entries, (ascends_q, ascends_k) = packed.entries(config), (packed.ascends(config, name) for name in PACKED)
-        bisect, entry_of_tile = packed.bisect(config, PACKED[1], config.kv_tile), packed.entry_of_tile(config, *PACKED[::-1], config.kv_tile, config.q_tile)
+        bisect = packed.bisect(config, PACKED[1], config.kv_tile)
+        entry_of_tile = packed.entry_of_tile(config, *PACKED[::-1], config.kv_tile, config.q_tile)
     commit, wait = cp_async.commit, cp_async.wait
 
     real, vector, step = t.real, config.vector, config.step

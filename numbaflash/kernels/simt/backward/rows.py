@@ -50,8 +50,8 @@ def build_delta(config: Config) -> KernelSource:
             while high - low > 1:
                 low, high = bisect(low, high, q_block, dout.shape[1], options)
             batch, q_block, first_row, queries, _, _, _, _ = entry_of_tile(low, q_block, dout.shape[1], 0, ascending, 1, options)
-            dout, out, lse = dout[:, first_row : first_row + queries], out[:, first_row : first_row + queries], lse[:, :, first_row : first_row + queries]
-            delta = delta[:, first_row : first_row + queries]
+            dout, out = dout[:, first_row : first_row + queries], out[:, first_row : first_row + queries]
+            lse, delta = lse[:, :, first_row : first_row + queries], delta[:, first_row : first_row + queries]
             if with_dlse:
                 dlse = dlse[:, :, first_row : first_row + queries]
 
