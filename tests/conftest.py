@@ -169,8 +169,12 @@ def pytest_configure(config):
         config.option.dist = "loadgroup"
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
+    """Tests of a file are one group, which compiles each kernel once: two workers would compile it at the same time."""
     for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
         if "gpu" in item.keywords and gpu_library() is None:
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
 
