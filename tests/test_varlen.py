@@ -151,6 +151,19 @@ def test_errors_of_a_call():
         numbaflash.forward_varlen(q, q, q, ends, ends)
 
 
+def test_explain():
+    q, ends = np.zeros((12, 1, 8), np.float32), np.array([0, 5, 12])
+    told = numbaflash.explain(q, q, q, causal=True, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=7)
+    assert told.plan.family == "cpu" and "it has no packed sequences" in told.families["sm90"]
+    assert "cu_seqlens_q  int64 (3,)" in str(told) and "query i sees keys j <= i + length_k - length_q" in str(told)
+    backward = numbaflash.explain(q, q, q, cu_seqlens_q=ends, cu_seqlens_k=ends, direction="backward")
+    assert backward.plan.direction == "backward"
+    with pytest.raises(ValueError, match="need both cu_seqlens_q and cu_seqlens_k; got cu_seqlens_k, max_seqlen_q alone"):
+        numbaflash.explain(q, q, q, cu_seqlens_k=ends, max_seqlen_q=3)
+    with pytest.raises(ValueError, match="packed sequences have no mask, seqlens_q; leave them out"):
+        numbaflash.explain(q, q, q, cu_seqlens_q=ends, cu_seqlens_k=ends, mask=ends, seqlens_q=ends)
+
+
 # The kernels of the CPU
 
 
