@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import numbaflash
 from numbaflash import dispatch, reference
-from numbaflash.kernels.simt import packed as simt_packed
+from numbaflash.kernels.simt import grid
 from numbaflash.problem import check_boundaries, make_packed_problem, make_problem
 
 
@@ -70,7 +70,7 @@ def test_numbers_of_tiles(lengths, before, after, tile):
     entries = enumerate(zip(bounds, bounds[1:], strict=False))
     numbers = [first // tile + e + t for e, (first, end) in entries for t in range(-(-(end - first) // tile))]
     assert len(set(numbers)) == len(numbers)
-    assert all(0 <= n < simt_packed.most_tiles(int(bounds[-1]), len(lengths), tile) for n in numbers)
+    assert all(0 <= n < grid.most_tiles(int(bounds[-1]), len(lengths), tile) for n in numbers)
 
 
 def test_a_problem_of_sequences():

@@ -14,7 +14,7 @@ from numbaflash.dispatch import Device, Launch, Layout, Layouts, Plan, missing, 
 from numbaflash.problem import ITEMSIZE, Problem
 from numbaflash.toolchain import simulator
 
-from . import packed
+from . import grid
 from .config import choose_config
 from .options import FEATURES, as_bits, product_factor
 
@@ -33,7 +33,7 @@ def supports(problem: Problem, device: Device, features: frozenset[str] = FEATUR
         reasons.append(f"it needs compute capability 7.0 or later; this GPU has {device.capability[0]}.{device.capability[1]}")
     if problem.right is not None and problem.seqlen_q + problem.offset + problem.right >= 2**31 - 256:
         reasons.append("the last query's last key, seqlen_q + offset + right, must stay within int32")
-    if packed.columns(problem, problem.heads) * packed.q_tiles(problem, 8) > _MOST_TILES:
+    if grid.columns(problem, problem.heads) * grid.q_tiles(problem, 8) > _MOST_TILES:
         rows = "heads * (total_q / 8 + batch + 2)" if problem.packed else "batch * heads * seqlen_q / 8"
         reasons.append(f"{rows} must be at most {_MOST_TILES}")
     return tuple(reasons)
@@ -42,7 +42,7 @@ def supports(problem: Problem, device: Device, features: frozenset[str] = FEATUR
 def plan(problem: Problem, layouts: Layouts, device: Device) -> Plan:
     """Choose tiles and grid."""
     config = choose_config(problem, layouts, device, simulated=device.kind == "cpu")
-    tiles = packed.q_tiles(problem, config.q_tile) * packed.columns(problem, problem.heads)
+    tiles = grid.q_tiles(problem, config.q_tile) * grid.columns(problem, problem.heads)
     return Plan("simt", problem, device, layouts, config, (tiles,), config.threads, config.shared_bytes)
 
 
@@ -71,7 +71,7 @@ def parameters(plan: Plan) -> list:
     bits = as_bits(config.dtype)
     arrays = [array(name, bits, getattr(layouts, name), problem) for name in ("q", "k", "v", "out")]
     arrays.append(array("lse", config.compute, layouts.lse or Layout((0, 0, 0)[problem.packed :], (0, 0, 0)[problem.packed :]), problem))
-    q_blocks, heads = packed.q_tiles(problem, config.q_tile), packed.columns(problem, problem.heads)
+    q_blocks, heads = grid.q_tiles(problem, config.q_tile), grid.columns(problem, problem.heads)
     return [
         *arrays,
         toolchain.Scalar(config.compute, product_factor(problem, config.compute, config.options)),

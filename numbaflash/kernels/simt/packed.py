@@ -14,31 +14,10 @@ from __future__ import annotations
 
 from numba.cuda.types import UniTuple, int32
 
-from numbaflash.problem import Problem
 from numbaflash.ptx.straight import straight_line
 
 from .config import Elements
 from .scores import option_types
-
-
-def most_tiles(rows: int, batch: int, tile: int) -> int:
-    """How many numbers there are for the tiles of a head."""
-    return rows // tile + batch + 2
-
-
-def q_tiles(problem: Problem, tile: int) -> int:
-    """Tiles of queries of a head; where nothing is packed, in one batch entry."""
-    return most_tiles(problem.total_q, problem.batch, tile) if problem.packed else -(-problem.seqlen_q // tile)
-
-
-def kv_tiles(problem: Problem, tile: int) -> int:
-    """The same of keys."""
-    return most_tiles(problem.total_k, problem.batch, tile) if problem.packed else -(-problem.seqlen_k // tile)
-
-
-def columns(problem: Problem, heads: int) -> int:
-    """Heads over the batch, each with so many tiles."""
-    return heads if problem.packed else problem.batch * heads
 
 
 def entries(config: Elements):

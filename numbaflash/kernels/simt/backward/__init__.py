@@ -17,7 +17,7 @@ from numbaflash.kernels import simt
 from numbaflash.problem import DIFFERENTIABLE_OPTIONS, ITEMSIZE, Problem
 from numbaflash.toolchain import simulator
 
-from .. import packed
+from .. import grid
 from ..options import FEATURES, as_bits, product_factor
 from .config import Config, choose_config
 
@@ -34,10 +34,10 @@ def supports(problem: Problem, device: Device) -> tuple[str, ...]:
     if problem.left is not None and problem.seqlen_k - problem.offset + problem.left >= 2**31 - 256:
         reasons.append("the last key's last query, seqlen_k - offset + left, must stay within int32")
     for name, heads, tiles, rows in (
-        ("heads", problem.heads, packed.q_tiles(problem, 4), "q / 4"),
-        ("kv_heads", problem.kv_heads, packed.kv_tiles(problem, 8), "k / 8"),
+        ("heads", problem.heads, grid.q_tiles(problem, 4), "q / 4"),
+        ("kv_heads", problem.kv_heads, grid.kv_tiles(problem, 8), "k / 8"),
     ):
-        if packed.columns(problem, heads) * tiles > _MOST_TILES:
+        if grid.columns(problem, heads) * tiles > _MOST_TILES:
             told = f"{name} * (total_{rows} + batch + 2)" if problem.packed else f"batch * {name} * seqlen_{rows}"
             reasons.append(f"{told} must be at most {_MOST_TILES}")
     if problem.bias and math.prod(problem.bias[:2]) * -(-problem.bias[2] // 4) * -(-problem.bias[3] // 8) > _MOST_TILES:
@@ -52,7 +52,7 @@ def plan(problem: Problem, layouts: BackwardLayouts, device: Device, determinist
 
 def plan_of_config(problem: Problem, layouts: BackwardLayouts, device: Device, config: Config, deterministic: bool = False) -> Plan:
     """The plan of a given config."""
-    blocks = packed.kv_tiles(problem, config.kv_tile) * packed.columns(problem, problem.kv_heads)
+    blocks = grid.kv_tiles(problem, config.kv_tile) * grid.columns(problem, problem.kv_heads)
     return Plan(
         "simt",
         problem,
@@ -73,8 +73,8 @@ class _Workspace:
     queries, elements of a tile), both in the compute dtype, ``turns`` (1 + tiles of queries) in int32. Only what is needed."""
 
     def __init__(self, problem: Problem, config: Config):
-        heads = packed.columns(problem, problem.heads)
-        self.q_tiles = packed.q_tiles(problem, config.q_tile)
+        heads = grid.columns(problem, problem.heads)
+        self.q_tiles = grid.q_tiles(problem, config.q_tile)
         self.tiles = heads * self.q_tiles
         self.size = 0
         self.delta = self._array(config.compute, (heads, problem.total_q if problem.packed else problem.seqlen_q), config.with_delta)
@@ -115,7 +115,7 @@ def launches(plan: Plan) -> list[tuple[toolchain.KernelRequest, list, int, int]]
 
     factor, kernels = real(product_factor(problem, config.compute, config.options)), []
     first_and_last = [int32(key) for key in simt.band(problem)]
-    kv_tiles = packed.kv_tiles(problem, config.kv_tile)
+    kv_tiles = grid.kv_tiles(problem, config.kv_tile)
     options = config.of_products.options.arguments(problem, layouts, config.compute, config.unit)
     packing = config.of_rows.options.arguments(problem, layouts, config.compute, config.unit)
     if config.with_delta:
@@ -123,7 +123,7 @@ def launches(plan: Plan) -> list[tuple[toolchain.KernelRequest, list, int, int]]
         parameters = [*arrays, int32(workspace.q_tiles), *packing]
         kernels.append((kernel("rows:build_delta", config.of_rows), parameters, workspace.tiles, 0))
     if plan.grid[0] and config.with_products:
-        columns = packed.columns(problem, problem.kv_heads)
+        columns = grid.columns(problem, problem.kv_heads)
         parameters = [
             *map(array, ("dout", "q", "k", "v", "lse", "dk", "dv")),
             workspace.delta,
