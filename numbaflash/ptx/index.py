@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from numba.cuda.types import int32
 
+from .inline import instruction
 from .straight import straight_line
 
 zero = straight_line(int32, (), lambda ops: ops.integer(0))
@@ -19,3 +20,6 @@ warpgroup_of = straight_line(int32, (int32,), lambda ops, thread: thread >> 7)
 
 within_warpgroup = straight_line(int32, (int32,), lambda ops, thread: thread & 127)
 """Number of a thread of the block in its warpgroup."""
+
+again = instruction("mov.u32 $0, $1;", int32, int32)
+"""The same number, as one that the compiler does not know: what is computed from it anew is not kept in registers meanwhile."""

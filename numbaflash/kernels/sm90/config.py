@@ -182,6 +182,10 @@ def forward_config(problem: Problem) -> ForwardConfig:
     elif widest <= 64:
         # Three consumers: the exponentials, not the products, are the bottleneck, and more warps hide them.
         tiles = {"q_tile": 192, "kv_block": 128, "stages": 3, "q_stages": 2, "hold": 8}
+    elif widest <= 96:
+        # Three consumers and shorter blocks where a tile has many steps, or has few queries because heads of a group share it.
+        if problem.seqlen_k >= 8192 or (banded and problem.group > 1):
+            tiles = {"q_tile": 192, "kv_block": 96, "hold": 0}
     elif widest <= 128:
         # Long sequences have the steps to fill a longer block; a band wants finer ones.
         if not banded and problem.seqlen_k >= 2048:

@@ -16,7 +16,7 @@ from numba.cuda import types
 from numba.cuda.types import UniTuple, int32, uint64
 
 from ....ptx import bulk, mbarrier, pipeline, shared, tma, warp
-from ....ptx.index import following, plus, preceding, warp_of, warpgroup_of, zero
+from ....ptx.index import again, following, plus, preceding, warp_of, warpgroup_of, zero
 from ....ptx.straight import straight_line
 from ....toolchain import KernelSource
 from ... import schedule
@@ -84,6 +84,7 @@ def build(config: BackwardConfig) -> KernelSource:
     block_number = straight_line(int32, (int32,) * 5, lambda ops, batch, head, heads, q_blocks, m: (batch * heads + head) * q_blocks + m)
     staged_part = straight_line(int32, (int32,) * 2, lambda ops, s_dq, part: s_dq + part * memory.part_bytes)
     ticket_at = straight_line(uint64, (uint64,), lambda ops, turns: turns - TICKET_BYTES)
+    kv_place_of_turn = straight_line(UniTuple(int32, 2), (int32,), lambda ops, turn: [ops.integer(0), turn & 1])
     only = pipeline.start(0)
 
     def kernel(
@@ -220,17 +221,16 @@ def build(config: BackwardConfig) -> KernelSource:
             more_registers()
             ring = Ring(s_q, s_dout, s_shifts, s_deltas, q_full, q_empty, dout_full, dout_empty, ds_full, ds_empty)
             place = start()
-            kv_place = start()
             while tile < tiles:
                 n, column = order(tile, kv_tiles, columns, section)
                 batch, kv_head, _ = heads_of(column, kv_heads, 1)
                 onward = walk_step(turn)
+                bounds = (again(seqlen_q), again(seqlen_k), again(offset), again(left), again(right))
                 m, plain, border, steps = walk_of_tile(n, group, onward, bounds)
                 my = prepare(tid, warpgroup, n, bounds, s_k, s_v, s_q, s_dout, s_ds, s_dq, scale_log2)
                 dk = zero_dk()
                 dv = zero_dv()
-                pipeline.wait(k_full, kv_place)
-                kv_place = kv_advance(kv_place)
+                pipeline.wait(k_full, kv_place_of_turn(turn))
                 step = zero()
                 member = zero()
                 if step < steps:
