@@ -361,14 +361,18 @@ def test_support_table(capsys):
 def test_the_table_of_options_is_what_the_families_answer(direction):
     """A family refuses just the options that its ``FEATURES`` leave out."""
     from numbaflash import dispatch, support
-    from numbaflash.problem import FEATURES, make_problem
+    from numbaflash.problem import FEATURES, PACKED_FEATURE, make_packed_problem, make_problem
 
     given = {"softcap": 9.0, "mask": ((256, 256), "bool"), "bias": ((256,), "float16"), "alibi_slopes": ((4,), "float32"), "dropout": 0.5}
     given |= {"sinks": ((4,), "float32"), "seqlens_q": ((1,), "int32"), "seqlens_k": ((1,), "int64")}
     shape = (1, 256, 4, 64)
     for feature, cells in support.features().items():
-        problem = make_problem(shape, shape, shape, ("float16",) * 3, **{feature: given[feature]})
-        assert problem.features == (feature,) and tuple(support.features()) == FEATURES
+        if feature == PACKED_FEATURE:
+            ends = ((3,), "int32")
+            problem = make_packed_problem(*[shape[1:]] * 3, ("float16",) * 3, cu_seqlens_q=ends, cu_seqlens_k=ends)
+        else:
+            problem = make_problem(shape, shape, shape, ("float16",) * 3, **{feature: given[feature]})
+        assert problem.features == (feature,) and tuple(support.features()) == (*FEATURES, PACKED_FEATURE)
         for name, cell in cells.items():
             device = dispatch.CPU if name == "cpu" else support.assumed_device("sm_90")
             able = not dispatch.family(name, direction).supports(problem, device)
