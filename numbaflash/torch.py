@@ -77,7 +77,9 @@ def attention(
     k : Tensor, (batch, seqlen_k, kv_heads, head_dim)
     v : Tensor, (batch, seqlen_k, kv_heads, head_dim_v)
         float16, bfloat16, float32 or float64, on the CPU or a CUDA device, any strides. Any of them may require a gradient; what needs none
-        costs nothing in the backward. Under ``torch.autocast`` they are cast as torch casts the arguments of its own attention.
+        costs nothing in the backward. Under ``torch.autocast`` they are cast as torch casts the arguments of its own attention. Or nested tensors
+        with ``layout=torch.jagged``, (batch, ragged sequence, heads, head_dim), for sequences of any lengths: then out is one too, and the LSE
+        (heads, total) as of `attention_varlen`; without mask, bias and lengths.
     scale, causal, window, softcap, mask, alibi_slopes, dropout, seqlens_q, seqlens_k
         As in `numbaflash.forward`.
     bias, sinks : Tensor, optional
@@ -128,7 +130,32 @@ def attention(
     more = {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
     if not (softcap is mask is bias is alibi_slopes is sinks is seed is seqlens_q is seqlens_k is None and dropout == 0):
         options |= {"softcap": softcap, "dropout": dropout, "seed": seed}
+    if any(isinstance(x, torch.Tensor) and x.is_nested for x in (q, k, v)):
+        return _attend_nested(q, k, v, options, more, return_lse, deterministic)
     return _attend(q, k, v, options, more, return_lse, deterministic)
+
+
+def _attend_nested(q, k, v, options, more, return_lse, deterministic):
+    """Attention of jagged tensors, (batch, ragged, heads, head_dim): their values are packed sequences, their offsets the boundaries."""
+    for name, x in zip(NEEDS, (q, k, v), strict=True):
+        if not (isinstance(x, torch.Tensor) and x.is_nested and x.layout == torch.jagged):
+            got = f"a nested tensor with layout={x.layout}" if getattr(x, "is_nested", False) else type(x).__name__
+            raise TypeError(f"{name} must be a nested tensor with layout=torch.jagged, as q, k and v are all or none; got {got}")
+        if x.dim() != 4 or x._ragged_idx != 1:
+            raise ValueError(f"{name} must have the axes (batch, ragged sequence, heads, head_dim); got shape {tuple(x.shape)}")
+        if x.lengths() is not None:
+            raise ValueError(f"{name} must be contiguous: its sequences have gaps between them. Call {name}.contiguous() first")
+    if v.shape[1] != k.shape[1]:
+        raise ValueError(f"v must have the sequence lengths of k, made from the same offsets; got {tuple(v.shape)} and {tuple(k.shape)}")
+    for name in ("mask", "bias", "seqlens_q", "seqlens_k"):
+        if more[name] is not None:
+            raise ValueError(f"{name} is not for nested tensors, whose sequences have lengths of their own; leave it out")
+    more = {"alibi_slopes": more["alibi_slopes"], "sinks": more["sinks"], "cu_seqlens_q": q.offsets(), "cu_seqlens_k": k.offsets()}
+    options = {"softcap": None, "dropout": 0, "seed": None, "max_seqlen_q": None, "max_seqlen_k": None} | options
+    found = _attend(q.values(), k.values(), v.values(), options, more, return_lse, deterministic)
+    out, *lse = found if return_lse else (found,)
+    out = torch.nested.nested_tensor_from_jagged(out, q.offsets())
+    return (out, *lse) if return_lse else out
 
 
 def attention_varlen(

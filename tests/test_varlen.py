@@ -306,3 +306,45 @@ def test_lent_memory(monkeypatch):
     with pytest.raises(ValueError, match="cu_seqlens_q must begin with 0; got 1"):
         numbaflash.forward_varlen(*map(Lent, (*inputs(), ends + 1, ends)))
     np.testing.assert_array_equal(numbaflash.attention_varlen(*inputs(), ends, ends, causal=True), want)
+
+
+# ---- torch's nested tensors
+
+
+def jagged(torch, lengths, heads=2, **options):
+    parts = [torch.randn(n, heads, 16) for n in lengths]
+    return torch.nested.nested_tensor(parts, layout=torch.jagged, **options)
+
+
+def test_nested_tensors_are_packed_sequences():
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    q, k = jagged(torch, (3, 0, 5), heads=4, requires_grad=True), jagged(torch, (4, 2, 6), requires_grad=True)
+    v = torch.nested.nested_tensor_from_jagged(torch.randn(12, 2, 16), k.offsets())
+    slopes = torch.rand(4)
+    out, lse = numbaflash.attention(q, k, v, causal=True, alibi_slopes=slopes, return_lse=True)
+    values, ends = [x.detach().values().requires_grad_() for x in (q, k)], (q.offsets(), k.offsets())
+    wanted, wanted_lse = numbaflash.attention_varlen(*values, v.values(), *ends, causal=True, alibi_slopes=slopes, return_lse=True)
+    assert out.shape == q.shape and torch.equal(out.values(), wanted) and torch.equal(lse, wanted_lse)
+    weights = torch.randn(8, 4, 16)
+    (out.values() * weights).sum().backward()
+    (wanted * weights).sum().backward()
+    assert torch.equal(q.grad.values(), values[0].grad) and torch.equal(k.grad.values(), values[1].grad)
+
+
+def test_nested_tensors_that_are_refused():
+    torch = pytest.importorskip("torch")
+    q, other = jagged(torch, (3, 5)), jagged(torch, (3, 5))
+    strided = torch.nested.nested_tensor([torch.randn(3, 2, 16)])
+    attention = numbaflash.attention
+    for call, kind, message in (
+        (lambda: attention(strided, strided, strided), TypeError, r"layout=torch.jagged, as q, k and v are all or none; got .* layout=torch.strided"),
+        (lambda: attention(q, q, other), ValueError, "v must have the sequence lengths of k, made from the same offsets"),
+        (lambda: attention(q.transpose(1, 2), q, q), ValueError, r"q must have the axes \(batch, ragged sequence, heads, head_dim\)"),
+        (lambda: attention(q, q, q, mask=torch.ones(1, dtype=bool)), ValueError, "mask is not for nested tensors"),
+        (lambda: attention(q, q, q.values()), TypeError, "must come from one array library"),
+        (lambda: numbaflash.forward(q, q, q), TypeError, "which numbaflash.attention takes alone. Call forward_varlen"),
+        (lambda: numbaflash.explain(q, q, q), TypeError, "which numbaflash.attention takes alone"),
+    ):
+        with pytest.raises(kind, match=message):
+            call()

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
+from torch.nested._internal.nested_tensor import NestedTensor
 
 from .base import Facts, Library
 from .streams import LEGACY_DEFAULT
@@ -20,6 +21,8 @@ def adopt(x, name):
         return None
     if isinstance(x, (FakeTensor, FunctionalTensor)):
         return TRACED
+    if isinstance(x, NestedTensor):
+        return NESTED
     if getattr(type(x), "__torch_dispatch__", _PLAIN) is not _PLAIN:
         raise TypeError(
             f"{name} must be a plain torch tensor; got {type(x).__name__}, which computes by its own rules and has no memory of its own to read. "
@@ -217,5 +220,25 @@ class Traced(Torch):
         return _operator("backward")
 
 
+class Nested(Library):
+    """Nested tensors with ``layout=torch.jagged``, which hold packed sequences and their boundaries: `attention` alone takes them."""
+
+    name = "PyTorch (nested)"
+
+    def attention(self, *arrays, **options):
+        from ..torch import attention
+
+        return attention(*arrays, **options)
+
+    def _refuse(self, *arrays, **options):
+        raise TypeError(
+            "q is a nested tensor, which numbaflash.attention takes alone. Call forward_varlen or backward_varlen with q.values(), k.values(), "
+            "v.values(), q.offsets() and k.offsets()"
+        )
+
+    forward = backward = attention_varlen = describe = _refuse
+
+
 TORCH = Torch()
 TRACED = Traced()
+NESTED = Nested()
