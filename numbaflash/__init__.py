@@ -13,17 +13,35 @@ if TYPE_CHECKING:
     from .environment import env
     from .problem import UnsupportedError
     from .toolchain.warmup import warmup
+    from .varlen import attention_varlen, backward_varlen, forward_varlen
 
-__all__ = ["Explanation", "UnsupportedError", "__version__", "attention", "backward", "env", "explain", "forward", "merge", "warmup"]
+__all__ = [
+    "Explanation",
+    "UnsupportedError",
+    "__version__",
+    "attention",
+    "attention_varlen",
+    "backward",
+    "backward_varlen",
+    "env",
+    "explain",
+    "forward",
+    "forward_varlen",
+    "merge",
+    "warmup",
+]
 
 _HOME = {
     "Explanation": "explanation",
     "UnsupportedError": "problem",
     "attention": "differentiable",
+    "attention_varlen": "varlen",
     "backward": "api",
+    "backward_varlen": "varlen",
     "env": "environment",
     "explain": "api",
     "forward": "api",
+    "forward_varlen": "varlen",
     "merge": "api",
     "warmup": "toolchain.warmup",
 }

@@ -13,6 +13,7 @@ from .problem import (
     check_causal,
     check_dropout,
     check_flag,
+    check_max_seqlen,
     check_needed,
     check_needs,
     check_scale,
@@ -510,6 +511,10 @@ def explain(
     seed=None,
     seqlens_q=None,
     seqlens_k=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
     return_lse=False,
     out=None,
     lse=None,
@@ -526,10 +531,14 @@ def explain(
 ):
     """Say how `forward` or `backward` would run these arguments: which kernel, which tiles, and why not another. Nothing is run.
 
+    With ``cu_seqlens_q`` and ``cu_seqlens_k``, how `forward_varlen` or `backward_varlen` would.
+
     Parameters
     ----------
     q, k, v, scale, causal, window, softcap, mask, bias, alibi_slopes, sinks, dropout, seqlens_q, seqlens_k, return_lse, out, lse
         As `forward` takes them; with the same checks. The values in the arrays are not read.
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k : optional
+        As `forward_varlen` takes them; then mask, bias and lengths are refused, which it does not take.
     seed : int, optional
         Checked, and not needed: no plan depends on it.
     direction : "forward" or "backward", optional
@@ -561,9 +570,16 @@ def explain(
     ('cpu', 'it has no mask')
     """
     arrays = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
-    arrays |= {"seqlens_q": seqlens_q, "seqlens_k": seqlens_k, "out": out, "lse": lse}
+    arrays |= {"seqlens_q": seqlens_q, "seqlens_k": seqlens_k, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "out": out, "lse": lse}
     gradients = {"dout": dout, "dlse": dlse, "dq": dq, "dk": dk, "dv": dv, "dbias": dbias, "dsinks": dsinks}
     options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap, "dropout": check_dropout(dropout)}
     check_seed(0 if seed is None else seed, 0)
+    packing = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    if given := _present(**packing):
+        if cu_seqlens_q is None or cu_seqlens_k is None:
+            raise ValueError(f"packed sequences need both cu_seqlens_q and cu_seqlens_k; got {', '.join(given)} alone")
+        if others := _present(mask=mask, bias=bias, seqlens_q=seqlens_q, seqlens_k=seqlens_k):
+            raise ValueError(f"packed sequences have no {', '.join(others)}; leave {'them' if len(others) > 1 else 'it'} out")
+        options |= {"max_seqlen_q": check_max_seqlen("max_seqlen_q", max_seqlen_q), "max_seqlen_k": check_max_seqlen("max_seqlen_k", max_seqlen_k)}
     more = {"direction": direction, "return_lse": return_lse, "deterministic": deterministic, "needs": needs}
     return _explain(_present(**arrays), _present(**gradients), options, **more)

@@ -14,7 +14,7 @@ from . import dispatch
 from .arrays import ITEMSIZE, Facts, Library, contiguous_strides
 from .arrays.streams import stream_handle
 from .memory import extent, overlaps, overlaps_itself
-from .problem import NEEDS, OPTIONS, Problem, check_result, check_saved, make_problem
+from .problem import NEEDS, OPTIONS, PACKED, Problem, check_result, check_saved, make_packed_problem, make_problem
 
 RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv", "dbias", "dsinks")}
 """Operands that a call writes, by its direction."""
@@ -298,11 +298,12 @@ def forget() -> None:
 def describe(library: Library, arrays: dict, options: dict, direction: str = "forward") -> tuple[dict[str, Facts], Problem]:
     """Facts of the arrays, and the problem they pose: every check of an argument."""
     facts = {name: library.describe(x, name) for name, x in arrays.items()}
-    problem = make_problem(
+    make = make_packed_problem if PACKED[0] in facts else make_problem
+    problem = make(
         *(facts[name].shape for name in "qkv"),
         [facts[name].dtype for name in "qkv"],
         **options,
-        **{name: (facts[name].shape, facts[name].dtype) for name in OPTIONS if name in facts},
+        **{name: (facts[name].shape, facts[name].dtype) for name in OPTIONS + PACKED if name in facts},
     )
     for name, given in facts.items():
         want = {"want_shape": _shape_of(name, problem, facts), "want_dtype": problem.dtype_of(name)}
@@ -310,7 +311,7 @@ def describe(library: Library, arrays: dict, options: dict, direction: str = "fo
             check_result(name, given.shape, given.dtype, readonly=given.readonly, **want)
             if overlaps_itself(given.shape, given.strides, ITEMSIZE[given.dtype]):
                 raise ValueError(f"{name} must give every element a place of its own; got strides {given.strides} (bytes) for shape {given.shape}")
-        elif name not in NEEDS + OPTIONS:
+        elif name not in NEEDS + OPTIONS + PACKED:
             check_saved(name, given.shape, given.dtype, **want)
     if library.one_device:
         check_one_device(facts)
@@ -349,7 +350,7 @@ def _layouts(problem, facts, operands):
             given = dispatch.Layout(shape, contiguous_strides(shape, itemsize))
             if name in facts:
                 misaligned.append(name)
-        layouts[name] = _broadcast(given, shape) if name.removeprefix("d") in OPTIONS else given
+        layouts[name] = _broadcast(given, shape) if name.removeprefix("d") in OPTIONS + PACKED else given
     return layouts, misaligned
 
 

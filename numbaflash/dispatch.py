@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from .problem import DIFFERENTIABLE_OPTIONS, OPTIONS, Problem, UnsupportedError
+from .problem import DIFFERENTIABLE_OPTIONS, OPTIONS, PACKED, Problem, UnsupportedError
 
 FAMILIES = ("sm90", "simt", "cpu")
 """Kernel families, the preferred one first."""
@@ -23,8 +23,8 @@ OPERANDS = ("q", "k", "v", "out", "lse")
 BACKWARD_OPERANDS = ("dout", "q", "k", "v", "out", "lse", "dlse", "dq", "dk", "dv", "workspace")
 """The same of a backward call."""
 
-OPTION_OPERANDS = (*OPTIONS, "seed")
-"""What options add to a forward call. The seed of a dropout mask is a number of 64 bits in the place of an address."""
+OPTION_OPERANDS = (*OPTIONS, *PACKED, "seed")
+"""What options and packed sequences add to a forward call. The seed of a dropout mask is a number of 64 bits in the place of an address."""
 
 ALL_OPERANDS = tuple(dict.fromkeys((*OPERANDS, *OPTION_OPERANDS, *BACKWARD_OPERANDS, *(f"d{name}" for name in DIFFERENTIABLE_OPTIONS))))
 """Every operand that a call may have."""
@@ -36,7 +36,7 @@ def operands(problem: Problem, direction: str = "forward") -> tuple[str, ...]:
 
 
 def operands_with(options: tuple[str, ...], dropout: bool, direction: str = "forward") -> tuple[str, ...]:
-    """The same, of a problem with these arrays of `OPTIONS`, with or without dropout."""
+    """The same, of a problem with these arrays of `OPTIONS` and `PACKED`, with or without dropout."""
     options += ("seed",) if dropout else ()
     if direction == "forward":
         return OPERANDS + options
@@ -98,7 +98,8 @@ def contiguous_strides(shape, itemsize: int) -> tuple[int, ...]:
 class Layouts:
     """Layout of every operand of a call. ``lse`` is None when nobody asked for it, and so is what the problem has not.
 
-    ``mask`` and ``bias`` have 4 axes and ``alibi_slopes`` 2, with strides of 0 along those that are broadcast.
+    ``mask`` and ``bias`` have 4 axes and ``alibi_slopes`` 2, with strides of 0 along those that are broadcast. Packed arrays have an axis less than
+    padded ones, as `Problem` says.
     """
 
     q: Layout
@@ -112,6 +113,8 @@ class Layouts:
     sinks: Layout | None = None
     seqlens_q: Layout | None = None
     seqlens_k: Layout | None = None
+    cu_seqlens_q: Layout | None = None
+    cu_seqlens_k: Layout | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +140,8 @@ class BackwardLayouts:
     sinks: Layout | None = None
     seqlens_q: Layout | None = None
     seqlens_k: Layout | None = None
+    cu_seqlens_q: Layout | None = None
+    cu_seqlens_k: Layout | None = None
     dbias: Layout | None = None
     dsinks: Layout | None = None
 

@@ -8,7 +8,7 @@ from typing import Any
 from . import dispatch
 from .arrays import one_library
 from .call import RESULTS, check_apart, describe, device_of, plan_backward_call, plan_call
-from .problem import DIFFERENTIABLE_OPTIONS, NEEDS, OPTIONS, Problem, check_flag, check_needed, check_needs
+from .problem import DIFFERENTIABLE_OPTIONS, NEEDS, OPTIONS, PACKED, PACKED_FEATURE, Problem, check_flag, check_needed, check_needs
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,16 @@ def _term(p, n) -> str:
     place = "i"
     if p.offset_per_entry:  # whatever is not given is the same for each entry
         length_k, length_q = "seqlens_k" if p.seqlens_k else f"{p.seqlen_k}", "seqlens_q" if p.seqlens_q else f"{p.seqlen_q}"
+        if p.packed:
+            length_k, length_q = "length_k", "length_q"
         place = f"i + {length_k} - {length_q}"
     return place if n == 0 else f"{place} {'+' if n > 0 else '-'} {abs(n)}"
 
 
 def _options(p: Problem):
     """What the problem has beyond q, k, v and a band, by the names of the arguments."""
-    for name in p.features:
-        if name in OPTIONS:
+    for name in (*(name for name in p.features if name != PACKED_FEATURE), *(PACKED if p.packed else ())):
+        if name in OPTIONS + PACKED:
             yield name, f"{p.dtype_of(name)} {p.shape_of(name)}"
         else:
             yield name, f"{getattr(p, name):.6g}"

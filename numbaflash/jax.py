@@ -30,15 +30,18 @@ from .problem import (
     ITEMSIZE,
     NEEDS,
     OPTIONS,
+    PACKED,
     UnsupportedError,
     check_causal,
     check_dropout,
     check_flag,
+    check_max_seqlen,
     check_scale,
     check_seed,
     check_softcap,
     check_window,
     gradient_missing,
+    make_packed_problem,
     make_problem,
 )
 
@@ -50,7 +53,7 @@ if jax.__version_info__ < OLDEST:
 
 import jax.ffi  # noqa: E402  (a submodule that not every JAX has)
 
-__all__ = ["attention"]
+__all__ = ["attention", "attention_varlen"]
 
 TARGETS = {"forward": "numbaflash_forward", "backward": "numbaflash_backward"}
 
@@ -130,24 +133,95 @@ def attention(
     (1, 32, 4, 16)
     """
     arrays = {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
-    arrays = _present({"q": q, "k": k, "v": v} | {name: x for name, x in arrays.items() if x is not None})
+    options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap, "dropout": dropout, "deterministic": deterministic}
+    return _attend({"q": q, "k": k, "v": v} | arrays, options, seed, return_lse)
+
+
+def attention_varlen(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    *,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    scale=None,
+    causal=False,
+    window=None,
+    softcap=None,
+    alibi_slopes=None,
+    sinks=None,
+    dropout=0.0,
+    seed=None,
+    return_lse=False,
+    deterministic=False,
+):
+    """Exact attention of packed sequences that JAX differentiates: `numbaflash.attention_varlen` for JAX arrays.
+
+    Parameters
+    ----------
+    q : Array, (total_q, heads, head_dim)
+    k : Array, (total_k, kv_heads, head_dim)
+    v : Array, (total_k, kv_heads, head_dim_v)
+        As in `attention`, but for the axes. Under ``vmap`` there is a launch for each element.
+    cu_seqlens_q, cu_seqlens_k : Array of int32 or int64, (batch + 1,)
+        As in `numbaflash.forward_varlen`; traced under ``jit``: one program serves all boundaries of as many sequences.
+    max_seqlen_q, max_seqlen_k, scale, causal, window, softcap, alibi_slopes
+        As in `numbaflash.forward_varlen`. Numbers are part of the program.
+    sinks, dropout, seed, return_lse, deterministic
+        As in `attention`.
+
+    Returns
+    -------
+    out : Array, (total_q, heads, head_dim_v)
+    lse : Array, (heads, total_q), only with ``return_lse``
+        float32 (float64 for float64).
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError
+        As `attention`.
+
+    Examples
+    --------
+    >>> import jax
+    >>> import numbaflash.jax
+    >>> q, k, v = (jax.random.normal(key, (12, 4, 16)) for key in jax.random.split(jax.random.key(0), 3))
+    >>> ends = jax.numpy.array([0, 5, 12])
+    >>> dv = jax.grad(lambda v: numbaflash.jax.attention_varlen(q, k, v, ends, ends, causal=True).sum())(v)
+    >>> dv.shape
+    (12, 4, 16)
+    """
+    options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap, "dropout": dropout, "deterministic": deterministic}
+    options |= {"max_seqlen_q": check_max_seqlen("max_seqlen_q", max_seqlen_q), "max_seqlen_k": check_max_seqlen("max_seqlen_k", max_seqlen_k)}
+    arrays = {"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    packing = _present({"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k})
+    return _attend(arrays | packing, options, seed, return_lse)
+
+
+def _attend(arrays, options, seed, return_lse):
+    """Both of them; ``arrays`` in the order of operands, None for an option that there is not."""
+    arrays = _present({name: x for name, x in arrays.items() if name in NEEDS or x is not None})
     if isinstance(seed, jax.Array):
         raise TypeError(
             f"seed must be an integer, known before the program runs; got {'a traced' if isinstance(seed, jax.core.Tracer) else 'a JAX'} array. "
             "Make it a static argument of the jitted function, or read it outside of it: int(jax.random.bits(key))"
         )
+    scale, causal, window, softcap, dropout = (options.pop(name) for name in ("scale", "causal", "window", "softcap", "dropout"))
     scale, dropout = None if scale is None else check_scale(scale, 1), check_dropout(dropout)
-    return_lse, deterministic = check_flag("return_lse", return_lse), check_flag("deterministic", deterministic)
-    options = _options(arrays, scale, check_causal(causal), check_window(window), check_softcap(softcap), dropout, deterministic=deterministic)
+    return_lse, options["deterministic"] = check_flag("return_lse", return_lse), check_flag("deterministic", options["deterministic"])
+    options = _options(arrays, scale, check_causal(causal), check_window(window), check_softcap(softcap), dropout, **options)
     seed = check_seed(seed, dropout)
     _build_early(options, return_lse, arrays)
     return _differentiable(options, seed if dropout else 0, return_lse)(*_varying_alike(*arrays.values()))
 
 
-def forward(q, k, v, *, scale, causal, window, return_lse, softcap=None, dropout=0.0, seed=0, **arrays):
-    """`numbaflash.forward` for JAX arrays and tracers, with checked options."""
-    arrays = {"q": q, "k": k, "v": v} | {name: arrays[name] for name in OPTIONS if arrays.get(name) is not None}
-    options = _options(arrays, scale, causal, window, softcap, dropout)
+def forward(q, k, v, *, scale, causal, window, return_lse, softcap=None, dropout=0.0, seed=0, max_seqlen_q=None, max_seqlen_k=None, **arrays):
+    """`numbaflash.forward` and `numbaflash.forward_varlen` for JAX arrays and tracers, with checked options."""
+    arrays = {"q": q, "k": k, "v": v} | {name: arrays[name] for name in OPTIONS + PACKED if arrays.get(name) is not None}
+    more = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k} if PACKED[0] in arrays else {}
+    options = _options(arrays, scale, causal, window, softcap, dropout, **more)
     _build_early(options, return_lse, arrays)
     return _operation(options, seed if dropout else 0, return_lse, _FORWARD_ONLY)(*_varying_alike(*arrays.values()))
 
@@ -325,7 +399,14 @@ def _problem(options, shapes, dtypes):
     told = _told(options)
     arrays = zip(told["arrays"], zip(shapes[3:], dtypes[3:], strict=True), strict=True)
     numbers = {name: told[name] for name in ("scale", "causal", "window", "softcap", "dropout")}
+    if _is_packed(told):
+        numbers |= {name: told[name] for name in ("max_seqlen_q", "max_seqlen_k")}
+        return make_packed_problem(*shapes[:3], dtypes[:3], **numbers, **dict(arrays))
     return make_problem(*shapes[:3], dtypes[:3], **numbers, **dict(arrays))
+
+
+def _is_packed(told) -> bool:
+    return PACKED[0] in told["arrays"]
 
 
 @functools.lru_cache(MAX_CALLS)
@@ -549,7 +630,8 @@ def _service(direction: str, options: str, shapes, dtypes, platform: str, index:
     room = math.prod(shapes[-1]) if len(shapes) > len(names) else 0
     shapes, dtypes = dict(zip(names, shapes, strict=False)), {name: _DTYPES[code] for name, code in zip(names, dtypes, strict=False)}
     alignments = dict.fromkeys(names, 16) if alignments is None else dict(zip(names, alignments, strict=False))
-    outer = len(shapes["q"]) - 4
+    packed = _is_packed(told)
+    outer = len(shapes["q"]) - (3 if packed else 4)
     axes = shapes[written[0]][:outer]
     if 0 in axes:
         return None
@@ -561,7 +643,7 @@ def _service(direction: str, options: str, shapes, dtypes, platform: str, index:
         kind = tuple(shapes[name] for name in arrays), tuple(dtypes[name] for name in arrays), platform, index, less
         return _backward_launch(options, *kind) if direction == "backward" else (_launch(options, len(written) == 2, *kind), 0)
 
-    joined, offsets = join(shapes, axes, told["dropout"] > 0), [{}]
+    joined, offsets = (None if outer else shapes) if packed else join(shapes, axes, told["dropout"] > 0), [{}]
     launch, needed = (None, 0) if joined is None else prepare(joined, alignments)
     # The room is that of the parts together, which need not do for all of them as one: then one after the other.
     if joined is None or (platform != "cpu" and needed and needed + WORKSPACE_ALIGNMENT > room):

@@ -12,6 +12,11 @@ beside its last key, ``offset = length_k - length_q``, so that a query sees the 
 ``causal="top_left"`` stands the first query beside the first key, ``offset = 0``. The lengths are ``seqlen_q`` and ``seqlen_k``, or those that
 ``seqlens_q`` and ``seqlens_k`` hold for the entry: then each entry has an offset of its own, which only the device knows
 (`Problem.offset_per_entry`). A length above the capacity of the array counts as the capacity, a negative one as 0.
+
+**Packed sequences** lie one after the other, without padding: sequence b is rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``. Each is a batch entry
+whose length is that difference, so everything said of entries holds for them. Rows before the first sequence and after the last belong to nobody:
+their results are 0 (LSE: -inf). Numbers below 0 count as 0, numbers beyond the rows as their count; where the numbers are then not in ascending
+order, there is no sequence at all.
 """
 
 from __future__ import annotations
@@ -30,8 +35,11 @@ NEEDS = ("q", "k", "v")
 OPTIONS = ("mask", "bias", "alibi_slopes", "sinks", "seqlens_q", "seqlens_k")
 """Arrays that a problem may have beyond q, k and v."""
 
+PACKED = ("cu_seqlens_q", "cu_seqlens_k")
+"""Arrays that packed sequences bring."""
+
 DIFFERENTIABLE_OPTIONS = ("bias", "sinks")
-"""Those of them that have gradients."""
+"""Those of `OPTIONS` that have gradients."""
 
 DIFFERENTIABLE = NEEDS + DIFFERENTIABLE_OPTIONS
 """Inputs that may have gradients."""
@@ -41,6 +49,9 @@ CONSTANT_OPTIONS = tuple(name for name in OPTIONS if name not in DIFFERENTIABLE_
 
 FEATURES = ("softcap", *OPTIONS, "dropout")
 """What a problem may have beyond q, k, v and a band, by the names of the arguments."""
+
+PACKED_FEATURE = "packed sequences"
+"""What a problem of `make_packed_problem` has beyond that."""
 
 MAX_HEAD_DIM = 256
 MAX_SEQLEN = 2**30  # row and key numbers, and their sums with the offset, stay within int32
@@ -96,6 +107,12 @@ class Problem:
         the problem.
     seqlens_q, seqlens_k : str or None
         dtype of the (batch,) lengths, int32 or int64. Queries and keys from there on take no part; the values are known to the device alone.
+    cu_seqlens_q, cu_seqlens_k : str or None
+        dtype of the (batch + 1,) boundaries of packed sequences, int32 or int64; both or neither. ``batch`` counts the sequences, and ``seqlen_q``
+        and ``seqlen_k`` are how long to expect one to be, by the caller's ``max_seqlen`` or on average: they choose tiles, no result depends on them.
+    total_q, total_k : int
+        Rows of packed arrays: q is (total_q, heads, head_dim), k (total_k, kv_heads, head_dim), v (total_k, kv_heads, head_dim_v), out
+        (total_q, heads, head_dim_v), lse (heads, total_q). 0 where nothing is packed.
     """
 
     dtype: str
@@ -120,6 +137,25 @@ class Problem:
     dropout: float = 0.0
     seqlens_q: str | None = None
     seqlens_k: str | None = None
+    cu_seqlens_q: str | None = None
+    cu_seqlens_k: str | None = None
+    total_q: int = 0
+    total_k: int = 0
+
+    @property
+    def packed(self) -> bool:
+        """Sequences lie one after the other in arrays without a batch axis."""
+        return self.cu_seqlens_q is not None
+
+    @property
+    def rows_q(self) -> int:
+        """Queries of a head, over the batch."""
+        return self.total_q if self.packed else self.batch * self.seqlen_q
+
+    @property
+    def rows_k(self) -> int:
+        """Keys of a head, over the batch."""
+        return self.total_k if self.packed else self.batch * self.seqlen_k
 
     @property
     def group(self) -> int:
@@ -129,7 +165,7 @@ class Problem:
     @property
     def is_empty(self) -> bool:
         """No output element: nothing to launch. (No *keys* is not empty: those rows are 0 and -inf.)"""
-        return 0 in (self.batch, self.seqlen_q, self.heads)
+        return 0 in (self.rows_q, self.heads)
 
     @property
     def lse_dtype(self) -> str:
@@ -137,33 +173,40 @@ class Problem:
 
     @property
     def q_shape(self):
-        return (self.batch, self.seqlen_q, self.heads, self.head_dim)
+        return (*self._rows_of("q"), self.heads, self.head_dim)
 
     @property
     def k_shape(self):
-        return (self.batch, self.seqlen_k, self.kv_heads, self.head_dim)
+        return (*self._rows_of("k"), self.kv_heads, self.head_dim)
 
     @property
     def v_shape(self):
-        return (self.batch, self.seqlen_k, self.kv_heads, self.head_dim_v)
+        return (*self._rows_of("k"), self.kv_heads, self.head_dim_v)
 
     @property
     def out_shape(self):
-        return (self.batch, self.seqlen_q, self.heads, self.head_dim_v)
+        return (*self._rows_of("q"), self.heads, self.head_dim_v)
 
     @property
     def lse_shape(self):
-        return (self.batch, self.heads, self.seqlen_q)
+        return (self.heads, self.total_q) if self.packed else (self.batch, self.heads, self.seqlen_q)
+
+    def _rows_of(self, operand):
+        """The leading axes of an array of queries or of keys."""
+        if self.packed:
+            return (self.total_q if operand == "q" else self.total_k,)
+        return self.batch, self.seqlen_q if operand == "q" else self.seqlen_k
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The arrays of `OPTIONS` that the problem has."""
-        return tuple(name for name in OPTIONS if self._option(name) is not None)
+        """The arrays of `OPTIONS` and `PACKED` that the problem has."""
+        return tuple(name for name in OPTIONS + PACKED if self._option(name) is not None)
 
     @property
     def features(self) -> tuple[str, ...]:
-        """What the problem has beyond q, k, v and a band, by the names of the arguments: its kernels must have it, too."""
-        return (*(("softcap",) if self.softcap else ()), *self.options, *(("dropout",) if self.dropout else ()))
+        """What the problem has beyond q, k, v and a band, of `FEATURES` and `PACKED_FEATURE`: its kernels must have it, too."""
+        named = (name for name in self.options if name not in PACKED)
+        return (*(("softcap",) if self.softcap else ()), *named, *(("dropout",) if self.dropout else ()), *((PACKED_FEATURE,) if self.packed else ()))
 
     @property
     def gradients(self) -> tuple[str, ...]:
@@ -171,7 +214,7 @@ class Problem:
         return NEEDS + tuple(name for name in self.options if name in DIFFERENTIABLE_OPTIONS)
 
     def _option(self, name):
-        """(shape, dtype) of one of `OPTIONS`, None when the problem has none."""
+        """(shape, dtype) of one of `OPTIONS` or `PACKED`, None when the problem has none."""
         return {
             "mask": self.mask and (self.mask, "bool"),
             "bias": self.bias and (self.bias, self.bias_dtype),
@@ -179,17 +222,19 @@ class Problem:
             "sinks": ((self.heads,), self.lse_dtype) if self.sinks else None,
             "seqlens_q": self.seqlens_q and ((self.batch,), self.seqlens_q),
             "seqlens_k": self.seqlens_k and ((self.batch,), self.seqlens_k),
+            "cu_seqlens_q": self.cu_seqlens_q and ((self.batch + 1,), self.cu_seqlens_q),
+            "cu_seqlens_k": self.cu_seqlens_k and ((self.batch + 1,), self.cu_seqlens_k),
         }[name]
 
     def shape_of(self, operand: str) -> tuple[int, ...]:
         """Shape of an operand of a forward or backward call but the workspace, a gradient too; mask and bias with all 4 axes, ALiBi slopes with 2."""
         name = _primal(operand)
-        return self._present_option(name)[0] if name in OPTIONS else getattr(self, f"{name}_shape")
+        return self._present_option(name)[0] if name in OPTIONS + PACKED else getattr(self, f"{name}_shape")
 
     def dtype_of(self, operand: str) -> str:
         """Element type of an operand."""
         name = _primal(operand)
-        return self._present_option(name)[1] if name in OPTIONS else self.lse_dtype if name == "lse" else self.dtype
+        return self._present_option(name)[1] if name in OPTIONS + PACKED else self.lse_dtype if name == "lse" else self.dtype
 
     def _present_option(self, name):
         found = self._option(name)
@@ -203,12 +248,12 @@ class Problem:
 
         Not so with sinks: without keys they are the whole softmax, so ``dlse`` reaches them.
         """
-        return self.is_empty or not (self.seqlen_k or self.sinks)
+        return self.is_empty or not (self.rows_k or self.sinks) or (self.packed and not self.batch)
 
     @property
     def visible_pairs(self) -> int:
         """Number of (query, key) pairs a head computes, the basis of every FLOP count: those in the band of a batch entry of full lengths. Masks and
-        lengths, which the host does not know, leave at most as many."""
+        lengths, which the host does not know, leave at most as many; so do the boundaries of packed sequences no longer than expected."""
         if self.left is None and self.right is None:
             return self.seqlen_q * self.seqlen_k
         return sum(max(0, hi - lo) for lo, hi in (self._keys(query, self.offset, self.offset) for query in range(self.seqlen_q)))
@@ -277,15 +322,9 @@ def make_problem(
         For a wrong shape or value.
     """
     dtype = _check_dtypes(dtypes)
-    for name, shape, axes in (
-        ("q", q_shape, "(batch, seqlen_q, heads, head_dim)"),
-        ("k", k_shape, "(batch, seqlen_k, kv_heads, head_dim)"),
-        ("v", v_shape, "(batch, seqlen_k, kv_heads, head_dim_v)"),
-    ):
-        if len(shape) != 4:
-            raise ValueError(f"{name} must have 4 axes {axes}; got {len(shape)} axes, shape {tuple(shape)}")
-        if min(shape) < 0:  # no array has such a shape, but a person may type one
-            raise ValueError(f"{name} must have no negative size {axes}; got shape {tuple(shape)}")
+    _check_axes("q", q_shape, "(batch, seqlen_q, heads, head_dim)")
+    _check_axes("k", k_shape, "(batch, seqlen_k, kv_heads, head_dim)")
+    _check_axes("v", v_shape, "(batch, seqlen_k, kv_heads, head_dim_v)")
     batch, seqlen_q, heads, head_dim = (int(n) for n in q_shape)
     _, seqlen_k, kv_heads, _ = (int(n) for n in k_shape)
     head_dim_v = int(v_shape[3])
@@ -294,16 +333,8 @@ def make_problem(
     _check_equal("head_dim (axis 3)", "k", k_shape[3], "q", head_dim)
     _check_equal("seqlen_k (axis 1)", "v", v_shape[1], "k", seqlen_k)
     _check_equal("kv_heads (axis 2)", "v", v_shape[2], "k", kv_heads)
-    if (kv_heads == 0 and heads != 0) or (kv_heads and heads % kv_heads):
-        raise ValueError(
-            f"heads of q must be a multiple of the heads of k and v (grouped-query attention); got {heads} query heads and {kv_heads} key/value heads"
-        )
-    for name, n in (("q", head_dim), ("v", head_dim_v)):
-        if not 1 <= n <= MAX_HEAD_DIM:
-            raise ValueError(f"{name} must have a head dim (axis 3) from 1 to {MAX_HEAD_DIM}; got {n}")
-    for name, n in (("q", seqlen_q), ("k", seqlen_k)):
-        if n > MAX_SEQLEN:
-            raise ValueError(f"{name} must have at most {MAX_SEQLEN} rows (axis 1); got {n}")
+    _check_heads(heads, kv_heads)
+    _check_sizes(3, head_dim, head_dim_v, 1, seqlen_q, seqlen_k)
     full = (batch, heads, seqlen_q, seqlen_k)
     mask = None if mask is None else _check_mask(mask, full)
     bias, bias_dtype = (None, None) if bias is None else _check_bias(bias, full, dtype)
@@ -335,6 +366,170 @@ def make_problem(
         dropout=check_dropout(dropout),
         **lengths,
     )
+
+
+def make_packed_problem(
+    q_shape,
+    k_shape,
+    v_shape,
+    dtypes,
+    *,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    scale=None,
+    causal=False,
+    window=None,
+    softcap=None,
+    alibi_slopes=None,
+    sinks=None,
+    dropout=0.0,
+) -> Problem:
+    """The same for packed sequences.
+
+    Parameters
+    ----------
+    q_shape, k_shape, v_shape : tuple of int
+        (total_q, heads, head_dim), (total_k, kv_heads, head_dim) and (total_k, kv_heads, head_dim_v).
+    dtypes : sequence of str
+        dtype names of q, k and v.
+    cu_seqlens_q, cu_seqlens_k : (tuple of int, str)
+        Shape and dtype: (batch + 1,), int32 or int64.
+    max_seqlen_q, max_seqlen_k : int, optional
+        How long the longest sequence is, as far as the caller knows.
+    scale, causal, window, softcap, dropout
+        As `make_problem` takes them.
+    alibi_slopes, sinks : (tuple of int, str), optional
+        Likewise; a batch entry is a sequence.
+
+    Raises
+    ------
+    TypeError
+        For a wrong kind or dtype.
+    ValueError
+        For a wrong shape or value.
+    """
+    dtype = _check_dtypes(dtypes)
+    _check_axes("q", q_shape, "(total_q, heads, head_dim)")
+    _check_axes("k", k_shape, "(total_k, kv_heads, head_dim)")
+    _check_axes("v", v_shape, "(total_k, kv_heads, head_dim_v)")
+    total_q, heads, head_dim = (int(n) for n in q_shape)
+    total_k, kv_heads, _ = (int(n) for n in k_shape)
+    head_dim_v = int(v_shape[2])
+    _check_equal("head_dim (axis 2)", "k", k_shape[2], "q", head_dim)
+    _check_equal("total_k (axis 0)", "v", v_shape[0], "k", total_k)
+    _check_equal("kv_heads (axis 1)", "v", v_shape[1], "k", kv_heads)
+    _check_heads(heads, kv_heads)
+    _check_sizes(2, head_dim, head_dim_v, 0, total_q, total_k)
+    batch = _check_boundaries(cu_seqlens_q, cu_seqlens_k)
+    seqlen_q, seqlen_k = (
+        -(-total // max(batch, 1)) if given is None else min(check_max_seqlen(name, given), total)
+        for name, given, total in (("max_seqlen_q", max_seqlen_q, total_q), ("max_seqlen_k", max_seqlen_k, total_k))
+    )
+    alibi = None if alibi_slopes is None else _check_slopes(alibi_slopes, batch, heads)
+    # No sequence brings a pair further from its place than one of all rows would.
+    _, left, right = _band(total_q, total_k, causal, window)
+    placed = alibi is not None or left is not None or right is not None
+    per_entry = placed and check_causal(causal) != "top_left" and 0 not in (total_q, total_k)
+    scale = _check_range(check_scale(scale, head_dim), dtype)
+    return Problem(
+        dtype=dtype,
+        batch=batch,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        scale=scale,
+        offset=seqlen_k - seqlen_q if per_entry else 0,
+        left=left,
+        right=right,
+        offset_per_entry=per_entry,
+        softcap=_check_softcap_range(check_softcap(softcap), scale, dtype),
+        alibi=alibi,
+        sinks=sinks is not None and _check_sinks(sinks, heads, dtype),
+        dropout=check_dropout(dropout),
+        cu_seqlens_q=cu_seqlens_q[1],
+        cu_seqlens_k=cu_seqlens_k[1],
+        total_q=total_q,
+        total_k=total_k,
+    )
+
+
+def _check_boundaries(cu_seqlens_q, cu_seqlens_k) -> int:
+    """The number of sequences."""
+    for name, (shape, dtype) in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if dtype not in LENGTH_DTYPES:
+            raise TypeError(f"{name} must be int32 or int64; got dtype {dtype}")
+        if len(shape) != 1 or shape[0] < 1:
+            raise ValueError(f"{name} must have shape (batch + 1,): where each sequence begins, and where the last one ends; got {tuple(shape)}")
+    (n_q,), (n_k,) = cu_seqlens_q[0], cu_seqlens_k[0]
+    if n_q != n_k:
+        raise ValueError(f"cu_seqlens_q and cu_seqlens_k must have one shape, (batch + 1,); got {(n_q,)} and {(n_k,)}")
+    if n_q - 1 > MAX_SEQLEN:
+        raise ValueError(f"there must be at most {MAX_SEQLEN} sequences; got {n_q - 1}")
+    return int(n_q) - 1
+
+
+def check_max_seqlen(name: str, value) -> int | None:
+    """How long the longest sequence is, as far as the caller knows."""
+    if value is None:
+        return None
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer or None (not known); got {value!r}") from None
+    if number < 0:
+        raise ValueError(f"{name} must not be negative (None is not known); got {number}")
+    return number
+
+
+def check_boundaries(name: str, values, total: int, max_seqlen=None) -> None:
+    """Check the values of ``cu_seqlens_q`` or ``cu_seqlens_k``, which only the device knows.
+
+    Raises
+    ------
+    ValueError
+        Where they do not begin with 0, descend, or end beyond the rows, or a sequence is longer than ``max_seqlen``.
+    """
+    values = [int(n) for n in values]
+    if values[0] != 0:
+        raise ValueError(f"{name} must begin with 0; got {values[0]}")
+    for b, (first, end) in enumerate(zip(values, values[1:], strict=False)):
+        if end < first:
+            raise ValueError(f"{name} must not descend; got {first} followed by {end} (elements {b} and {b + 1})")
+        if max_seqlen is not None and end - first > max_seqlen:
+            raise ValueError(f"max_seqlen_{name[-1]} must be at least the longest length; got {max_seqlen}, and sequence {b} has {end - first}")
+    if values[-1] > total:
+        raise ValueError(f"{name} must end within the {total} rows of {'q' if name[-1] == 'q' else 'k and v'}; got {values[-1]}")
+
+
+def _check_axes(name, shape, axes):
+    count = axes.count(",") + 1
+    if len(shape) != count:
+        raise ValueError(f"{name} must have {count} axes {axes}; got {len(shape)} axes, shape {tuple(shape)}")
+    if min(shape) < 0:  # no array has such a shape, but a person may type one
+        raise ValueError(f"{name} must have no negative size {axes}; got shape {tuple(shape)}")
+
+
+def _check_heads(heads, kv_heads):
+    if (kv_heads == 0 and heads != 0) or (kv_heads and heads % kv_heads):
+        raise ValueError(
+            f"heads of q must be a multiple of the heads of k and v (grouped-query attention); got {heads} query heads and {kv_heads} key/value heads"
+        )
+
+
+def _check_sizes(dim_axis, head_dim, head_dim_v, row_axis, rows_q, rows_k):
+    for name, n in (("q", head_dim), ("v", head_dim_v)):
+        if not 1 <= n <= MAX_HEAD_DIM:
+            raise ValueError(f"{name} must have a head dim (axis {dim_axis}) from 1 to {MAX_HEAD_DIM}; got {n}")
+    for name, n in (("q", rows_q), ("k", rows_k)):
+        if n > MAX_SEQLEN:
+            raise ValueError(f"{name} must have at most {MAX_SEQLEN} rows (axis {row_axis}); got {n}")
 
 
 def _check_dtypes(dtypes) -> str:

@@ -8,16 +8,16 @@ For each batch entry and query head,
 
 where ``softcap(x) = c * tanh(x / c)`` and ``alibi = -slope * abs(i + offset - j)``. What a query may see is decided by the band (causal, window),
 the mask and the lengths, and by nothing else: a score of -inf, of a bias for example, is a weight of 0 for a key that is seen. What no query
-sees is selected away, never multiplied by 0.
+sees is selected away, never multiplied by 0. Packed sequences are the entries of a padded batch, with their lengths.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .problem import DROPOUT_STEPS, NEEDS, Problem
+from .problem import DROPOUT_STEPS, NEEDS, PACKED, Problem
 
 
 def forward(problem: Problem, q, k, v, *, seed: int = 0, **options) -> tuple[np.ndarray, np.ndarray]:
@@ -32,17 +32,21 @@ def forward(problem: Problem, q, k, v, *, seed: int = 0, **options) -> tuple[np.
         Of dropout, from 0 to below 2**64.
     **options : array_like
         The arrays that `Problem.options` names, of the shapes that the user gave or those of `Problem.shape_of`: mask, bias, alibi_slopes,
-        sinks, seqlens_q, seqlens_k.
+        sinks, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k.
 
     Returns
     -------
-    out : ndarray, (batch, seqlen_q, heads, head_dim_v), float64
-    lse : ndarray, (batch, heads, seqlen_q), float64
+    out : ndarray, (batch, seqlen_q, heads, head_dim_v), or (total_q, heads, head_dim_v) of packed sequences, float64
+    lse : ndarray, (batch, heads, seqlen_q), or (heads, total_q), float64
         Natural logarithm of the sum of exponentiated scores, the sink's included, before dropout. -inf in a row beyond its length, and in one
         that sees no key (or only scores of -inf) where there is no sink; out is 0 there, and in a row that has nothing but a sink.
     """
     q, k, v = (np.asarray(x, dtype=np.float64) for x in (q, k, v))
     options = check_options(problem, options)
+    if problem.packed:
+        packing = Packing.of(problem, options)
+        out, lse = forward(packing.padded, *packing.pad(q=q, k=k, v=v), seed=seed, **packing.options)
+        return packing.rows(out, "q", 0.0), packing.rows(lse.transpose(0, 2, 1), "q", -np.inf).T
     out = np.zeros(problem.out_shape)
     lse = np.full(problem.lse_shape, -np.inf)
     with np.errstate(invalid="ignore", over="ignore"):  # what is masked out may hold anything; what is seen propagates
@@ -84,6 +88,11 @@ def backward(problem: Problem, dout, q, k, v, dlse=None, *, seed: int = 0, **opt
     """
     dout, q, k, v = (np.asarray(x, dtype=np.float64) for x in (dout, q, k, v))
     dlse = np.zeros(problem.lse_shape) if dlse is None else np.asarray(dlse, dtype=np.float64)
+    if problem.packed:
+        packing = Packing.of(problem, check_options(problem, options))
+        (dlse,) = packing.pad(q=dlse.T)
+        gradients = backward(packing.padded, *packing.pad(q=dout), *packing.pad(q=q, k=k, v=v), dlse.transpose(0, 2, 1), seed=seed, **packing.options)
+        return *(packing.rows(x, name, 0.0) for name, x in zip("qkk", gradients[:3], strict=True)), *gradients[3:]
     out, _ = forward(problem, q, k, v, seed=seed, **options)
     options = check_options(problem, options)
     gradients = {name: np.zeros(problem.shape_of(name)) for name in problem.gradients}
@@ -109,13 +118,59 @@ def backward(problem: Problem, dout, q, k, v, dlse=None, *, seed: int = 0, **opt
 def check_options(problem: Problem, options: dict) -> dict:
     """The arrays in float64 (mask and lengths: bool and int) with the axes of `Problem.shape_of`; ValueError when they are not the problem's."""
     check_names(problem, options)
-    kinds = {"mask": bool, "seqlens_q": np.int64, "seqlens_k": np.int64}
+    kinds = {"mask": bool, **dict.fromkeys(("seqlens_q", "seqlens_k", *PACKED), np.int64)}
     return {name: np.asarray(x).astype(kinds.get(name, np.float64)).reshape(problem.shape_of(name)) for name, x in options.items()}
 
 
 def check_names(problem: Problem, options) -> None:
     if set(options) != set(problem.options):
         raise ValueError(f"the problem has the options {', '.join(problem.options) or 'none'}; got {', '.join(options) or 'none'}")
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where packed sequences lie, and the padded problem that they are: ``bounds`` of the sequences of "q" and "k", and its options."""
+
+    padded: Problem
+    bounds: dict[str, np.ndarray]
+    totals: dict[str, int]
+    options: dict
+
+    @classmethod
+    def of(cls, problem: Problem, options: dict) -> Packing:
+        totals = {"q": problem.total_q, "k": problem.total_k}
+        bounds = {name: boundaries(options[f"cu_seqlens_{name}"], total) for name, total in totals.items()}
+        lengths = {name: np.diff(each) for name, each in bounds.items()}
+        sizes = {f"seqlen_{name}": int(each.max(initial=0)) for name, each in lengths.items()}
+        nothing = {"cu_seqlens_q": None, "cu_seqlens_k": None, "total_q": 0, "total_k": 0}
+        padded = replace(problem, **sizes, **nothing, seqlens_q="int64", seqlens_k="int64")
+        others = {name: x for name, x in options.items() if name not in PACKED}
+        return cls(padded, bounds, totals, others | {f"seqlens_{name}": each for name, each in lengths.items()})
+
+    def pad(self, **arrays) -> list[np.ndarray]:
+        """(batch, seqlen, ...) of (total, ...), zeros in the padding."""
+        padded = []
+        for name, x in arrays.items():
+            bounds, x = self.bounds["q" if name == "q" else "k"], np.asarray(x, np.float64)
+            entries = np.zeros((len(bounds) - 1, int(np.diff(bounds).max(initial=0)), *x.shape[1:]))
+            for entry, first, end in zip(entries, bounds, bounds[1:], strict=False):
+                entry[: end - first] = x[first:end]
+            padded.append(entries)
+        return padded
+
+    def rows(self, entries, name: str, nobody: float) -> np.ndarray:
+        """The opposite, with ``nobody`` in rows of no sequence."""
+        bounds = self.bounds[name]
+        x = np.full((self.totals[name], *entries.shape[2:]), nobody)
+        for entry, first, end in zip(entries, bounds, bounds[1:], strict=False):
+            x[first:end] = entry[: end - first]
+        return x
+
+
+def boundaries(cu_seqlens, total: int) -> np.ndarray:
+    """Where sequences begin and end, whatever the numbers are: within the rows, and all of them empty where the numbers descend."""
+    bounds = np.clip(np.asarray(cu_seqlens, np.int64), 0, total)
+    return bounds if (np.diff(bounds) >= 0).all() else np.zeros_like(bounds)
 
 
 def lengths(problem: Problem, b: int, seqlens_q=None, seqlens_k=None, **_) -> tuple[int, int]:

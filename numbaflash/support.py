@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from . import dispatch
 from .arrays import contiguous_strides
 from .dispatch import CPU, BackwardLayouts, Device, Layout, Layouts
-from .problem import DIFFERENTIABLE_OPTIONS, DTYPES, FEATURES, ITEMSIZE, MAX_HEAD_DIM, NEEDS, OPTIONS, Problem, make_problem
+from .problem import DIFFERENTIABLE_OPTIONS, DTYPES, FEATURES, ITEMSIZE, MAX_HEAD_DIM, NEEDS, OPTIONS, PACKED, PACKED_FEATURE, Problem, make_problem
 
 CAPABILITIES = ((5, 0), (6, 0), (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 _SM_COUNTS = {(8, 0): 108, (9, 0): 132, (10, 0): 148}
@@ -69,7 +69,7 @@ def contiguous_backward_layouts(problem: Problem) -> BackwardLayouts:
 def _contiguous(problem, operand) -> Layout:
     shape = problem.shape_of(operand)
     strides = contiguous_strides(shape, ITEMSIZE[problem.dtype_of(operand)])
-    if operand in OPTIONS:  # broadcast along axes of one element
+    if operand in OPTIONS + PACKED:  # broadcast along axes of one element
         strides = tuple(0 if n == 1 else step for n, step in zip(shape, strides, strict=True))
     return Layout(shape, strides)
 
@@ -104,7 +104,8 @@ def features() -> dict[str, dict[str, str]]:
     """Each option of the score with what the families have of it: "yes", "forward" (no gradients), "gradients" (no forward) or "no"."""
     names = {(True, True): "yes", (True, False): "forward", (False, True): "gradients", (False, False): "no"}
     packages = {name: [dispatch.family(name, direction) for direction in ("forward", "backward")] for name in dispatch.FAMILIES}
-    return {each: {name: names[tuple(each in package.FEATURES for package in pair)] for name, pair in packages.items()} for each in FEATURES}
+    every = (*FEATURES, PACKED_FEATURE)
+    return {each: {name: names[tuple(each in package.FEATURES for package in pair)] for name, pair in packages.items()} for each in every}
 
 
 def features_markdown() -> str:
@@ -112,7 +113,8 @@ def features_markdown() -> str:
     lines = ["| option | " + " | ".join(f"`{name}`" for name in dispatch.FAMILIES) + " |", "|" + " --- |" * (1 + len(dispatch.FAMILIES))]
     for name, cells in features().items():
         gradient = ", with its gradient" if name in DIFFERENTIABLE_OPTIONS else ""
-        lines.append(f"| `{name}`{gradient} | " + " | ".join(cells.values()) + " |")
+        name = name if name == PACKED_FEATURE else f"`{name}`"
+        lines.append(f"| {name}{gradient} | " + " | ".join(cells.values()) + " |")
     return "\n".join(lines)
 
 

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from . import api
+from . import api, varlen
 from .arrays.torch import TORCH, recorded
 from .dispatch import forced_family, use_family
 from .problem import (
@@ -26,19 +26,22 @@ from .problem import (
     DIFFERENTIABLE,
     NEEDS,
     OPTIONS,
+    PACKED,
     UnsupportedError,
     check_causal,
     check_dropout,
     check_flag,
+    check_max_seqlen,
     check_scale,
     check_seed,
     check_softcap,
     check_window,
     gradient_missing,
+    make_packed_problem,
     make_problem,
 )
 
-__all__ = ["attention", "replace_sdpa", "scaled_dot_product_attention"]
+__all__ = ["attention", "attention_varlen", "replace_sdpa", "scaled_dot_product_attention"]
 
 SECOND_DERIVATIVES = (
     "the gradients of numbaflash.attention cannot be differentiated again (second derivatives, as for a gradient penalty or a Hessian). "
@@ -121,6 +124,80 @@ def attention(
     >>> q.grad.shape
     torch.Size([1, 32, 4, 16])
     """
+    options = {"scale": scale, "causal": causal, "window": window}
+    more = {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
+    if not (softcap is mask is bias is alibi_slopes is sinks is seed is seqlens_q is seqlens_k is None and dropout == 0):
+        options |= {"softcap": softcap, "dropout": dropout, "seed": seed}
+    return _attend(q, k, v, options, more, return_lse, deterministic)
+
+
+def attention_varlen(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    *,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    scale=None,
+    causal=False,
+    window=None,
+    softcap=None,
+    alibi_slopes=None,
+    sinks=None,
+    dropout=0,
+    seed=None,
+    return_lse=False,
+    deterministic=False,
+):
+    """Exact attention of packed sequences that torch differentiates: `numbaflash.attention_varlen` for tensors.
+
+    Parameters
+    ----------
+    q : Tensor, (total_q, heads, head_dim)
+    k : Tensor, (total_k, kv_heads, head_dim)
+    v : Tensor, (total_k, kv_heads, head_dim_v)
+        As in `attention`, but for the axes.
+    cu_seqlens_q, cu_seqlens_k : Tensor of int32 or int64, (batch + 1,)
+        As in `numbaflash.forward_varlen`.
+    max_seqlen_q, max_seqlen_k, scale, causal, window, softcap, alibi_slopes
+        As in `numbaflash.forward_varlen`.
+    sinks, dropout, seed, return_lse, deterministic
+        As in `attention`.
+
+    Returns
+    -------
+    out : Tensor, (total_q, heads, head_dim_v)
+    lse : Tensor, (heads, total_q), only with ``return_lse``
+        float32 (float64 for float64).
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError
+        As `attention`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import numbaflash.torch
+    >>> q, k, v = (torch.randn(12, 4, 16, requires_grad=True) for _ in range(3))
+    >>> ends = torch.tensor([0, 5, 12])
+    >>> numbaflash.torch.attention_varlen(q, k, v, ends, ends, causal=True).sum().backward()
+    >>> q.grad.shape
+    torch.Size([12, 4, 16])
+    """
+    options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap, "dropout": dropout, "seed": seed}
+    options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    more = {"alibi_slopes": alibi_slopes, "sinks": sinks, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    for name in PACKED:
+        if more[name] is None:
+            raise TypeError(f"{name} must be a torch tensor of int32 or int64, (batch + 1,); got None")
+    return _attend(q, k, v, options, more, return_lse, deterministic)
+
+
+def _attend(q, k, v, options, more, return_lse, deterministic):
+    """Both of them; ``more`` are the options that are tensors, None for those that there are not."""
     for name, x in zip(NEEDS, (q, k, v), strict=True):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a torch tensor; got {type(x).__name__}")
@@ -131,18 +208,27 @@ def attention(
         q, k, v = (_autocast(x, dtype) for x in (q, k, v))
     if not torch.compiler.is_dynamo_compiling():
         _refuse_transformations(q, k, v)
-    options = {"scale": scale, "causal": causal, "window": window}
-    more = {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
-    if not (softcap is mask is bias is alibi_slopes is sinks is seed is seqlens_q is seqlens_k is None and dropout == 0):
+    if "seed" in options:
         _check_constant(more)
-        options |= {"softcap": softcap, "dropout": dropout, "seed": draw_seed() if seed is None and dropout else seed}
+        if options["seed"] is None and options["dropout"]:
+            options["seed"] = draw_seed()
     if recorded() or device == "meta":
         out, lse = _operator(q, k, v, **options, **more, deterministic=deterministic)
         return (out, lse) if check_flag("return_lse", return_lse) else out
+    bias, sinks = more.get("bias"), more.get("sinks")
     if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, bias, sinks))):
-        return api.forward(q, k, v, **options, **more, return_lse=return_lse)
-    constant = {name: more[name] for name in CONSTANT_OPTIONS if more[name] is not None}
+        return _forward_of(more)(q, k, v, **options, **more, return_lse=return_lse)
+    constant = {name: more[name] for name in CONSTANT_OPTIONS + PACKED if more.get(name) is not None}
     return _Attention.apply(q, k, v, bias, sinks, constant, options, return_lse, deterministic)
+
+
+def _forward_of(tensors):
+    """The forward that takes these options."""
+    return varlen.forward_varlen if PACKED[0] in tensors else api.forward
+
+
+def _backward_of(tensors):
+    return varlen.backward_varlen if PACKED[0] in tensors else api.backward
 
 
 def draw_seed():
@@ -189,7 +275,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, bias, sinks, constant, options, return_lse, deterministic):
         given = constant | {name: x for name, x in (("bias", bias), ("sinks", sinks)) if x is not None}
-        out, lse = api.forward(q, k, v, **options, **given, return_lse=True)
+        out, lse = _forward_of(given)(q, k, v, **options, **given, return_lse=True)
         ctx.save_for_backward(*(_saved(x) for x in (q, k, v)), out, lse, *(_saved(x) for x in given.values()))
         ctx.names, ctx.options = tuple(given), options | {"deterministic": deterministic}
         ctx.family = forced_family()  # of this thread; autograd has its own
@@ -228,7 +314,7 @@ def _gradients(dout, dlse, q, k, v, out, lse, *more):
     dout = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape) if dout is None else dout.resolve_neg()
     given = dict(zip(names, tensors, strict=True))
     with use_family(family or forced_family()):
-        gradients = api.backward(dout, q, k, v, out, lse, dlse=dlse, needs=needs, **options, **given)
+        gradients = _backward_of(given)(dout, q, k, v, out, lse, dlse=dlse, needs=needs, **options, **given)
     further = dict(zip((name for name in needs if name not in NEEDS), gradients[3:], strict=True))
     return *gradients[:3], further.get("bias"), further.get("sinks")
 
@@ -249,9 +335,10 @@ def _refuse_batches(*gradients):
 _CAUSAL = (False, True, "top_left")
 
 
-_TENSORS = ", ".join(f"Tensor? {name}=None" for name in OPTIONS)
+_TENSOR_OPTIONS = OPTIONS + PACKED
+_TENSORS = ", ".join(f"Tensor? {name}=None" for name in _TENSOR_OPTIONS)
 _NUMBERS = "float? scale, int causal, int? left, int? right, bool deterministic"
-_FURTHER = f"float? softcap=None, float dropout=0., Tensor? seed=None, {_TENSORS}"
+_FURTHER = f"float? softcap=None, float dropout=0., Tensor? seed=None, {_TENSORS}, int? max_seqlen_q=None, int? max_seqlen_k=None"
 
 
 def _operator(q, k, v, **options):
@@ -259,7 +346,7 @@ def _operator(q, k, v, **options):
     return torch.ops.numbaflash.attention(q, k, v, *_plain_options(**options))
 
 
-def _plain_options(*, scale, causal, window, deterministic, softcap=None, dropout=0, seed=None, **tensors):
+def _plain_options(*, scale, causal, window, deterministic, softcap=None, dropout=0, seed=None, max_seqlen_q=None, max_seqlen_k=None, **tensors):
     """Options in the order of the operators' schemas, without defaults at the end: old calls had none."""
     if isinstance(scale, (int, torch.SymInt)) and not isinstance(scale, bool):
         scale = torch.sym_float(scale)
@@ -271,7 +358,9 @@ def _plain_options(*, scale, causal, window, deterministic, softcap=None, dropou
         seed = check_seed(seed, check_dropout(dropout))
         seed = torch.tensor(seed - 2**64 if seed >= 2**63 else seed) if dropout else None
     numbers = scale, 2 if causal == "top_left" else int(causal), left, right, deterministic
-    further = [check_softcap(softcap), float(check_dropout(dropout)) if dropout else 0, seed, *[tensors.get(name) for name in OPTIONS]]
+    further = [check_softcap(softcap), float(check_dropout(dropout)) if dropout else 0, seed, *[tensors.get(name) for name in _TENSOR_OPTIONS]]
+    for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        further.append(value if isinstance(value, torch.SymInt) else check_max_seqlen(name, value))
     while further and not isinstance(further[-1], torch.Tensor) and not further[-1]:
         further.pop()
     return *numbers, *further
@@ -282,7 +371,10 @@ def _options_of(scale, causal, left, right, deterministic, softcap=None, dropout
     options = {"scale": scale, "causal": _CAUSAL[causal], "window": (left, right), "softcap": softcap, "dropout": dropout}
     if seed is not None:
         options["seed"] = int(seed) % 2**64
-    return options, {name: x for name, x in zip(OPTIONS, tensors, strict=False) if x is not None}
+    given = {name: x for name, x in zip(_TENSOR_OPTIONS, tensors, strict=False) if x is not None}
+    if PACKED[0] in given:
+        options |= dict(zip(("max_seqlen_q", "max_seqlen_k"), tensors[len(_TENSOR_OPTIONS) :], strict=False))
+    return options, given
 
 
 def recorded_forward(q, k, v, *, return_lse, out, lse, stream, **options):
@@ -291,7 +383,7 @@ def recorded_forward(q, k, v, *, return_lse, out, lse, stream, **options):
     if any(x is not None for x in given.values()):
         _refuse_to_record("forward", given)
         with _disable_current_modes():
-            return api.forward(q, k, v, **options, return_lse=return_lse, **given)
+            return _forward_of(options)(q, k, v, **options, return_lse=return_lse, **given)
     _check_tensors({"q": q, "k": k, "v": v}, options)
     out, lse = _operator(q, k, v, **options, deterministic=False)
     return (out, lse) if return_lse else out
@@ -304,7 +396,7 @@ def recorded_backward(dout, q, k, v, out, lse, *, dlse, deterministic, needs, st
         _refuse_to_record("backward", given)
         given = {name: x for name, x in given.items() if x is not None}
         with _disable_current_modes():
-            return api.backward(dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, needs=needs, **options, **given)
+            return _backward_of(options)(dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, needs=needs, **options, **given)
     _check_tensors({"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}, options)
     needed = [int(name in needs) for name in DIFFERENTIABLE]
     told = _plain_options(**options, deterministic=deterministic)
@@ -314,7 +406,7 @@ def recorded_backward(dout, q, k, v, out, lse, *, dlse, deterministic, needs, st
 
 
 def _check_tensors(arrays, options):
-    for name, x in (arrays | {name: options.get(name) for name in OPTIONS}).items():
+    for name, x in (arrays | {name: options.get(name) for name in _TENSOR_OPTIONS}).items():
         if x is not None:
             TORCH.check(x, name)
 
@@ -341,20 +433,38 @@ def _unrecorded():
 def _attention_operator(q, k, v, *arguments):
     options, tensors = _options_of(*arguments)
     with _unrecorded():
-        return api.forward(q, k, v, **options, **tensors, return_lse=True)
+        return _forward_of(tensors)(q, k, v, **options, **tensors, return_lse=True)
 
 
 @_attention_operator.register_fake
 def _attention_shapes(q, k, v, *arguments):
+    _, tensors = _options_of(*arguments[:7], None, *arguments[8:])
+    if PACKED[0] in tensors:
+        return _packed_shapes(q, k, v, tensors)
     for name, x in zip(NEEDS, (q, k, v), strict=True):
         if x.dim() != 4:
             raise ValueError(f"{name} must have 4 axes (batch, seqlen, heads, head_dim); got {x.dim()} axes, shape {tuple(x.shape)}")
     shapes = [tuple(x.shape) for x in (q, k, v)]
     if all(type(n) is int for shape in shapes for n in shape):  # symbolic sizes would be bound to this call's by the checks
-        make_problem(*shapes, [str(x.dtype).removeprefix("torch.") for x in (q, k, v)])
+        make_problem(*shapes, [_name_of(x) for x in (q, k, v)])
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float64 if q.dtype is torch.float64 else torch.float32)
     return out, lse
+
+
+def _packed_shapes(q, k, v, tensors):
+    for name, x in zip(NEEDS, (q, k, v), strict=True):
+        if x.dim() != 3:
+            raise ValueError(f"{name} must have 3 axes (total, heads, head_dim); got {x.dim()} axes, shape {tuple(x.shape)}")
+    shapes, boundaries = [tuple(x.shape) for x in (q, k, v)], {name: (tuple(tensors[name].shape), _name_of(tensors[name])) for name in PACKED}
+    if all(type(n) is int for shape in (*shapes, *(each for each, _ in boundaries.values())) for n in shape):
+        make_packed_problem(*shapes, [_name_of(x) for x in (q, k, v)], **boundaries)
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float64 if q.dtype is torch.float64 else torch.float32)
+    return q.new_empty((*q.shape[:2], v.shape[2])), lse
+
+
+def _name_of(x):
+    return str(x.dtype).removeprefix("torch.")
 
 
 @torch.library.custom_op(
@@ -377,14 +487,15 @@ def _wanted(needs):
 
 @_backward_operator.register_fake
 def _backward_shapes(dout, dlse, q, k, v, out, lse, needs, *arguments):
-    inputs = {"q": q, "k": k, "v": v} | _options_of(*arguments[:7])[1] | dict(zip(OPTIONS, arguments[8:], strict=False))
+    inputs = {"q": q, "k": k, "v": v} | _options_of(*arguments[:7], None, *arguments[8:])[1]
     return [inputs[name].new_empty(inputs[name].shape) for name in _wanted(needs)]
 
 
 def _save(ctx, inputs, output):
     q, k, v, *arguments = inputs
-    numbers, tensors = arguments[:7], arguments[7:]
-    ctx.numbers, ctx.present = numbers, [x is not None for x in tensors]
+    end = 8 + len(_TENSOR_OPTIONS)
+    tensors = arguments[7:end]
+    ctx.numbers, ctx.lengths, ctx.present = arguments[:7], arguments[end:], [x is not None for x in tensors]
     ctx.save_for_backward(*(_saved(x) for x in (q, k, v)), *output, *(_saved(x) for x in tensors if x is not None))
     ctx.set_materialize_grads(False)
 
@@ -398,7 +509,7 @@ def _differentiate(ctx, dout, dlse):
         q, k, v, out, lse, *saved = ctx.saved_tensors
         saved = iter(saved)
         tensors = [next(saved) if present else None for present in ctx.present]
-        gradients = iter(torch.ops.numbaflash.attention_backward(dout, dlse, q, k, v, out, lse, needs, *ctx.numbers, *tensors))
+        gradients = iter(torch.ops.numbaflash.attention_backward(dout, dlse, q, k, v, out, lse, needs, *ctx.numbers, *tensors, *ctx.lengths))
         for at, each in zip(needed.values(), needs, strict=True):
             if each:
                 inputs[at] = next(gradients)

@@ -15,7 +15,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import numbaflash  # noqa: E402
-from numbaflash.compat.flash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func  # noqa: E402
+from numbaflash.compat.flash_attn import (  # noqa: E402
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+)
 from numbaflash.compat.xformers import memory_efficient_attention  # noqa: E402
 
 
@@ -66,6 +71,8 @@ def test_flash_attn_signatures():
     assert str(inspect.signature(flash_attn_func)) == f"(q, k, v, {SIGNATURE}"
     assert str(inspect.signature(flash_attn_kvpacked_func)) == f"(q, kv, {SIGNATURE}"
     assert str(inspect.signature(flash_attn_qkvpacked_func)) == f"(qkv, {SIGNATURE}"
+    varlen = f"(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, {SIGNATURE[:-1]}, block_table=None)"
+    assert str(inspect.signature(flash_attn_varlen_func)) == varlen
 
 
 @pytest.mark.parametrize(
@@ -103,6 +110,21 @@ def test_flash_attn_packed():
     same(flash_attn_qkvpacked_func(qkv, causal=True, window_size=(2, 0)), plain(q, k, v, seen=band(6, 6, -2, 0))[0], qkv)
     q, kv = tensors((2, 6, 4, 8), (2, 9, 2, 2, 8))
     same(flash_attn_kvpacked_func(q, kv, softmax_scale=0.4, causal=True), plain(q, *kv.unbind(2), scale=0.4, seen=band(6, 9, None, 0))[0], q, kv)
+
+
+def test_flash_attn_varlen():
+    q, k, v = tensors((11, 4, 8), (13, 2, 8), (13, 2, 8))
+    ends_q, ends_k = torch.tensor([0, 4, 11], dtype=torch.int32), torch.tensor([0, 7, 13], dtype=torch.int32)
+    out, lse, weights = flash_attn_varlen_func(q, k, v, ends_q, ends_k, 7, 7, causal=True, window_size=(3, 0), return_attn_probs=True)
+    want = [
+        flash_attn_func(q[None, a:b], k[None, c:d], v[None, c:d], causal=True, window_size=(3, 0), return_attn_probs=True)
+        for a, b, c, d in ((0, 4, 0, 7), (4, 11, 7, 13))
+    ]
+    same(out, torch.cat([each[0][0] for each in want]), q, k, v)
+    torch.testing.assert_close(lse, torch.cat([each[1][0] for each in want], 1))
+    assert weights.shape == (0,)
+    with pytest.raises(numbaflash.UnsupportedError, match="block_table: keys and values in pages"):
+        flash_attn_varlen_func(q, k, v, ends_q, ends_k, 7, 7, block_table=ends_q[None])
 
 
 def test_flash_attn_returns_three_without_dropout():

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import packed
 import pytest
 import simulator_cases
 
@@ -26,8 +27,9 @@ from numbaflash.kernels.simt import config as tuning
 from numbaflash.kernels.simt.backward import config as backward_tuning
 from numbaflash.kernels.simt.backward import walk
 from numbaflash.kernels.simt.tiles import copy_width, element_copy_width
-from numbaflash.problem import DTYPES, ITEMSIZE, make_problem
+from numbaflash.problem import DTYPES, ITEMSIZE, PACKED, make_packed_problem, make_problem
 from numbaflash.ptx.straight import SimulatorOps
+from numbaflash.support import contiguous_backward_layouts, contiguous_layouts
 from numbaflash.testing import BackwardCase, Case
 
 H200 = Device("cuda", 0, (9, 0), 132, "H200")
@@ -69,6 +71,21 @@ def make_backward_plan(device=H200, *, needs="qkv", deterministic=True, dlse=Tru
     wanted = (layout if name in needs else None for name, layout in zip("qkv", gradients, strict=True))
     options = option_layouts(problem, *(f"d{name}" for name in problem.gradients[3:] if name in needs))
     return backward.plan(problem, BackwardLayouts(dout, q, k, v, out, lse, lse if dlse else None, *wanted, **options), device, deterministic)
+
+
+def packed_problem(*, dtype="float32", head_dim=64, heads=16, total=65536, batch=16, **options):
+    boundaries = {name: ((batch + 1,), "int32") for name in PACKED}
+    return make_packed_problem((total, heads, head_dim), *[(total, heads // 2, head_dim)] * 2, (dtype,) * 3, **boundaries, **options)
+
+
+def packed_plan(device=H200, **options):
+    problem = packed_problem(**options)
+    return simt.plan(problem, contiguous_layouts(problem), device)
+
+
+def packed_backward_plan(device=H200, *, deterministic=True, **options):
+    problem = packed_problem(**options)
+    return backward.plan(problem, contiguous_backward_layouts(problem), device, deterministic)
 
 
 # ---- choice of tiles
@@ -350,6 +367,19 @@ def test_values_are_no_part_of_a_kernel():
         assert simt.parameters(make_plan(**one)) != simt.parameters(make_plan(**other))
 
 
+def test_packed_sequences_are_no_option():
+    """Within a sequence, a kernel is the plain one; the grid knows no boundaries, and every block has a place in the workspace."""
+    plan, gradients = packed_plan(causal=True), packed_backward_plan(causal=True)
+    assert not plan.config.options and plan.config.options.packed and plan.config.options.per_entry
+    assert plan.grid == (16 * (65536 // plan.config.q_tile + 16 + 2),)
+    assert gradients.grid == (8 * (65536 // gradients.config.kv_tile + 16 + 2),)
+    before, products, after = backward.launches(gradients)
+    assert before[2] == after[2] == 16 * (65536 // gradients.config.q_tile + 16 + 2)
+    assert gradients.workspace_bytes >= before[2] * gradients.config.q_tile * 64 * 4
+    expected = packed_plan(max_seqlen_q=100, max_seqlen_k=100)
+    assert expected.config.q_tile <= 128 and packed_plan(max_seqlen_q=3).config.q_tile < plan.config.q_tile
+
+
 def test_sinks_leave_the_products_as_they_are():
     plain, (before, products, after, dsinks) = (
         backward.request(make_backward_plan()),
@@ -408,13 +438,19 @@ COMPILED |= {
     "bfloat16, D 64, sm_75, bias": make_plan(T4, dtype="bfloat16", **OPTIONS["bias"]),
     "D 64, causal, every option": make_plan(causal=True, **EVERY_OPTION),
     "D 128, every option": make_plan(head_dim=128, **EVERY_OPTION),
+    "D 64, packed": packed_plan(),
+    "D 128, causal, packed": packed_plan(head_dim=128, causal=True),
+    "D 64, causal, packed, softcap, sinks": packed_plan(causal=True, softcap=30.0, sinks=((16,), "float32")),
 }
 
 
 def most_spilled(plan):
     """Bytes that a thread may spill. Addresses of any strides may not all fit beside the accumulators, nor what is known of a mask before the
-    scores: some reloads a tile, of some 2000 instructions and more, none in the products."""
+    scores: some reloads a tile, of some 2000 instructions and more, none in the products. The rows of a sequence lie at addresses of registers, those
+    of a whole batch at parameters."""
     options = plan.config.options
+    if options.packed:
+        return 128
     if options.mask and options.dropout:
         return 256
     return 96 if options.mask else 0 if plan.config.vectors else 64
@@ -483,6 +519,9 @@ BACKWARD_COMPILED |= {
     "bfloat16, D 64, sm_75, bias": make_backward_plan(T4, needs=NEEDS, dtype="bfloat16", **OPTIONS["bias"]),
     "D 64, causal, every option": make_backward_plan(needs=NEEDS, causal=True, **EVERY_OPTION),
     "D 128, every option": make_backward_plan(needs=NEEDS, head_dim=128, **EVERY_OPTION),
+    "D 64, packed": packed_backward_plan(deterministic=False),
+    "D 128, causal, packed": packed_backward_plan(head_dim=128, causal=True),
+    "D 64, causal, packed, softcap": packed_backward_plan(causal=True, softcap=30.0),
 }
 
 
@@ -499,7 +538,8 @@ def test_compiled_gradients(name):
         except toolchain.ToolMissingError as error:
             pytest.skip(str(error))
         everything = config.options.mask and config.options.dropout and config.dim == 128  # 26 registers, outside the products
-        assert max(report.spill_stores, report.spill_loads) <= (128 if everything else 0)
+        packed_rows = 16 if config.options.packed else 0  # addresses of a sequence's rows: once a tile
+        assert max(report.spill_stores, report.spill_loads) <= (128 if everything else packed_rows)
         assert not report.notes
         assert report.registers * plan.threads * request.config.min_blocks <= 65536
         if not request.build.endswith("gradients:build"):
@@ -569,10 +609,12 @@ def simulator():
 
 DRAWN = ("drawn by Hypothesis", "options drawn by Hypothesis")
 BACKWARD_NAMES = [f"backward: {name}" for name in (*simulator_cases.backward_cases(), *DRAWN)]
+PACKED_NAMES = [f"packed: {name}" for name in packed.CASES]
 TURN_NAMES = [f"turns: {name}" for name in simulator_cases.turn_cases()]
 
 
-@pytest.mark.parametrize("name", [*simulator_cases.cases(), *DRAWN, *BACKWARD_NAMES, *TURN_NAMES])
+@pytest.mark.xdist_group("simulator")
+@pytest.mark.parametrize("name", [*simulator_cases.cases(), *DRAWN, *BACKWARD_NAMES, *PACKED_NAMES, *TURN_NAMES])
 def test_simulator(simulator, name):
     results, done = simulator
     assert name in results, done.stderr[-4000:]

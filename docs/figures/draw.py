@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from numbaflash import reference
-from numbaflash.problem import make_problem
+from numbaflash.problem import make_packed_problem, make_problem
 from numbaflash.reference import visible
 
 INK, SOFT, LINE = "#1b2430", "#5b6775", "#c3cad3"
@@ -348,8 +348,29 @@ def padded() -> Svg:
     )
 
 
+def packed_weights(ends_q, ends_k, causal):
+    """(weights, seen), each (N, N), of packed sequences, by the reference: with the unit matrix for v the result is the weights."""
+    rng = np.random.default_rng(4)
+    q, k = rng.standard_normal((2, N, 1, 4))
+    told = {"cu_seqlens_q": np.array(ends_q), "cu_seqlens_k": np.array(ends_k)}
+    described = {name: (x.shape, "int64") for name, x in told.items()}
+    problem = make_packed_problem(q.shape, k.shape, (N, 1, N), ("float32",) * 3, causal=causal, **described)
+    out, _ = reference.forward(problem, q, k, np.eye(N)[:, None], **told)
+    return out[:, 0], out[:, 0] != 0  # an exponential is never 0
+
+
+def packed() -> Svg:
+    """Sequences one after the other, full and causal, and lengths that differ between queries and keys."""
+    ends = (0, 4, 7, 10)
+    return _option(
+        ("lengths 4, 3 and 3", "cu_seqlens 0, 4, 7, 10", *packed_weights(ends, ends, False)),
+        ("causal", "within each sequence", *packed_weights(ends, ends, True)),
+        ("queries 2, 3, 4; keys 4, 0, 5", "causal; a row of nobody at the end", *packed_weights((0, 2, 5, 9), (0, 4, 4, 9), True)),
+    )
+
+
 FIGURES = {"tiling": tiling, "band": band, "backward": backward, "mask": mask, "bias": bias, "alibi": alibi, "softcap": softcap}
-FIGURES |= {"dropout": dropout, "sinks": sinks, "padded": padded}
+FIGURES |= {"dropout": dropout, "sinks": sinks, "padded": padded, "packed": packed}
 
 if __name__ == "__main__":
     for name, draw in FIGURES.items():

@@ -59,6 +59,8 @@ class Library:
     """Set where `numbaflash.attention` is differentiable: a function of q, k, v and the options."""
     backward: Any = None
     """Likewise for `numbaflash.backward`."""
+    attention_varlen: Any = None
+    """Likewise for `numbaflash.attention_varlen`. (`forward` and `backward` take packed sequences too.)"""
     merge: Any = None
     """Set where `numbaflash.merge` cannot use array operations."""
     namespace: Any = None
@@ -106,6 +108,10 @@ class Library:
 
     def written(self, x) -> None:
         """Tell the library that the caller's array ``x`` has new contents."""
+
+    def values(self, x):
+        """What ``x`` holds, as a NumPy array on the host, which waits for the device; None where that is not known, as in a trace."""
+        raise NotImplementedError
 
     def cast(self, x, dtype: str):
         """``x`` in another dtype."""

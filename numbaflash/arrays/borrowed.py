@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..dispatch import ALL_OPERANDS
+from ..problem import PACKED
 from . import numpy as host
 from .base import ITEMSIZE, Facts, Library, contiguous_strides
 from .streams import LEGACY_DEFAULT, stream_handle
@@ -55,13 +56,15 @@ class Lender(Library):
         self.name = name
 
     def forward(self, q, k, v, *, stream, **options):
-        from ..api import forward
+        from .. import api, varlen
 
+        forward = varlen.forward_varlen if PACKED[0] in options else api.forward
         return self._call(forward, {"q": q, "k": k, "v": v}, stream, options)
 
     def backward(self, dout, q, k, v, out, lse, *, stream, **options):
-        from ..api import backward
+        from .. import api, varlen
 
+        backward = varlen.backward_varlen if PACKED[0] in options else api.backward
         return self._call(backward, {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}, stream, options)
 
     def _call(self, function, given: dict, stream, options: dict):
@@ -94,6 +97,13 @@ class Lender(Library):
 
     def describe(self, x, name):
         return borrow(x, name, None).facts
+
+    def values(self, x):
+        with self.borrowed({"array": x}) as (lent, stream):
+            array = lent["array"]
+            if array.facts.kind == "cpu":
+                return host.typed_view(array.facts).copy()
+            return MEMORY.contiguous(array, stream).copy_to_host().view(array.facts.dtype)
 
     def merge(self, outs, lses):
         from .. import merging
@@ -296,6 +306,9 @@ class Memory(Library):
         made = device().empty(facts.index, facts.shape, np.dtype(f"u{ITEMSIZE[facts.dtype]}"), stream)  # the bits are copied, whatever they mean
         device().copy(_row_major(facts, self.address(made)), facts, stream)
         return made
+
+    def values(self, x):
+        return None  # its lender told them
 
     def assign(self, target, source, stream):
         facts = target.facts

@@ -57,6 +57,9 @@ class CuPy(Library):
         with _on(x.data.device_id, stream):
             x.fill(0)
 
+    def values(self, x):
+        return cupy.asnumpy(x)
+
     def cast(self, x, dtype):
         return x.astype(dtype_of(dtype, x.dtype), copy=False)
 

@@ -34,6 +34,14 @@ class JAX(Library):
 
         return attention(q, k, v, **options)
 
+    def attention_varlen(self, *arrays, **options):
+        from ..jax import attention_varlen
+
+        return attention_varlen(*arrays, **options)
+
+    def values(self, x):
+        return None if isinstance(x, jax.core.Tracer) else np.asarray(x)
+
     def backward(self, *arrays, **options):
         raise TypeError(
             "dout, q, k, v, out and lse must not be JAX arrays: XLA owns their memory and its order. Differentiate numbaflash.jax.attention "

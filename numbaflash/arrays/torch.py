@@ -49,9 +49,10 @@ def _current_stream_function():
 
 
 def _untraced(name, *arrays, **options):
-    from .. import api
+    from .. import api, varlen
 
-    return torch.compiler.disable(getattr(api, name))(*arrays, **options)
+    function = getattr(varlen, f"{name}_varlen") if "cu_seqlens_q" in options else getattr(api, name)
+    return torch.compiler.disable(function)(*arrays, **options)
 
 
 def _operator(name):
@@ -82,6 +83,16 @@ class Torch(Library):
         from ..torch import attention
 
         return attention(q, k, v, **options)
+
+    def attention_varlen(self, *arrays, **options):
+        from ..torch import attention_varlen
+
+        return attention_varlen(*arrays, **options)
+
+    def values(self, x):
+        if _active_modes() or _is_tracing() or x.device.type not in ("cpu", "cuda") or torch._C._functorch.is_functorch_wrapped_tensor(x):
+            return None
+        return x.detach().cpu().numpy()
 
     @property
     def backward(self):

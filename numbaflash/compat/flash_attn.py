@@ -1,7 +1,7 @@
-"""The functions of flash_attn for batches of equal lengths, with its signatures and its meaning.
+"""The functions of flash_attn, with its signatures and its meaning.
 
 In place of ``from flash_attn import flash_attn_func`` write ``from numbaflash.compat.flash_attn import flash_attn_func``. On any device and in
-any dtype that numbaflash has, with head dims of the value that may differ. The varlen functions are not here yet.
+any dtype that numbaflash has, with head dims of the value that may differ. Of the varlen functions, the one of three tensors is here.
 
 Two results differ: the LSE of a row that sees no key is -inf, where flash_attn has +inf; and the LSE has a gradient, where flash_attn takes it
 for a constant.
@@ -9,15 +9,16 @@ for a constant.
 
 from __future__ import annotations
 
+import functools
 import numbers
 import operator
 
 import torch
 
 from ..problem import UnsupportedError, check_flag
-from ..torch import attention
+from ..torch import attention, attention_varlen
 
-__all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func"]
+__all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func"]
 
 
 def flash_attn_func(
@@ -79,6 +80,11 @@ def flash_attn_func(
     >>> flash_attn_func(q, q, q, causal=True, window_size=(3, -1)).shape
     torch.Size([2, 10, 4, 16])
     """
+    attend = functools.partial(attention, q, k, v)
+    return _run(attend, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+
+
+def _run(attend, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs):
     return_attn_probs = check_flag("return_attn_probs", return_attn_probs)
     if return_attn_probs and dropout_p:
         raise UnsupportedError(
@@ -88,7 +94,7 @@ def flash_attn_func(
     options = {"scale": softmax_scale, "causal": check_flag("causal", causal), "window": _window(window_size), "softcap": _softcap(softcap)}
     if dropout_p:
         options["dropout"] = dropout_p
-    found = attention(q, k, v, **options, alibi_slopes=alibi_slopes, deterministic=deterministic, return_lse=return_attn_probs)
+    found = attend(**options, alibi_slopes=alibi_slopes, deterministic=deterministic, return_lse=return_attn_probs)
     if not return_attn_probs:
         return found
     out, lse = found
@@ -153,6 +159,68 @@ def flash_attn_qkvpacked_func(
     """
     q, k, v = _unpacked("qkv", qkv, 3, "(batch, seqlen, 3, heads, head_dim)")
     return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+
+
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    block_table=None,
+):
+    """``flash_attn.flash_attn_varlen_func``: `flash_attn_func` of packed sequences.
+
+    Parameters
+    ----------
+    q : Tensor, (total_q, heads, head_dim)
+    k, v : Tensor, (total_k, kv_heads, head_dim)
+        As `numbaflash.torch.attention_varlen` takes them, differentiable; heads is a multiple of kv_heads.
+    cu_seqlens_q, cu_seqlens_k : Tensor of int32 (or int64), (batch + 1,)
+        Where each sequence begins, and where the last one ends.
+    max_seqlen_q, max_seqlen_k : int
+        Length of the longest sequence. Rows beyond it are computed as well, where flash_attn leaves them out.
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+        As `flash_attn_func` takes them; slopes (heads,) or (batch, heads).
+    block_table : None
+        Keys and values in pages are refused.
+
+    Returns
+    -------
+    out : Tensor, (total_q, heads, head_dim)
+    softmax_lse : Tensor of float32, (heads, total_q), only with ``return_attn_probs``
+    S_dmask : Tensor, (0,), only with ``return_attn_probs``
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a wrong kind, dtype, shape or value.
+    UnsupportedError
+        For a ``block_table``; and as `flash_attn_func`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from numbaflash.compat.flash_attn import flash_attn_varlen_func
+    >>> q, ends = torch.randn(10, 4, 16), torch.tensor([0, 3, 10], dtype=torch.int32)
+    >>> flash_attn_varlen_func(q, q, q, ends, ends, 7, 7, causal=True).shape
+    torch.Size([10, 4, 16])
+    """
+    if block_table is not None:
+        raise UnsupportedError("block_table: keys and values in pages are not supported here. Gather them first, and leave block_table out")
+    lengths = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    attend = functools.partial(attention_varlen, q, k, v, cu_seqlens_q, cu_seqlens_k, **lengths)
+    return _run(attend, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
 
 
 def _unpacked(name, packed, n, axes):

@@ -6,6 +6,7 @@ import numpy as np
 
 from .config import CpuConfig, round_up
 from .convert import COMPUTE
+from .packed import word_of
 from .scores import OPTION_INTEGERS, OPTION_NUMBERS, TILES, record_at, score_scale, set_option_arguments, tile_sizes
 from .vector import jit
 
@@ -47,15 +48,18 @@ def arguments(problem, layouts, config: CpuConfig) -> np.ndarray:
     args["score_scale"] = score_scale(problem, kernel)
     set_option_arguments(args, problem, layouts, kernel)
     args["q_tile"], args["kv_tile"], args["splits"] = config.q_tile, config.kv_tile, config.splits
+    if problem.packed:
+        args["seqlen_q"], args["seqlen_k"] = problem.total_q, problem.total_k
     args["q_blocks"] = -(-problem.seqlen_q * problem.group // config.q_tile)
     args["items"] = args["q_blocks"] * problem.batch * problem.kv_heads * config.splits
     key_columns = args["key_columns"] = round_up(problem.head_dim, kernel.key_padding)
     value_columns = args["value_columns"] = round_up(problem.head_dim_v, kernel.value_padding)
     for operand in ("q", "k", "v", "out"):
-        for axis, stride in zip(_AXES, getattr(layouts, operand).strides, strict=True):
+        for axis, stride in zip(_AXES[problem.packed :], getattr(layouts, operand).strides, strict=True):
             args[f"{operand}_{axis}"] = stride
     if layouts.lse is not None:
-        args["lse_batch"], args["lse_head"], args["lse_row"] = layouts.lse.strides
+        for axis, stride in zip(("batch", "head", "row")[problem.packed :], layouts.lse.strides, strict=True):
+            args[f"lse_{axis}"] = stride
     itemsize = COMPUTE[problem.dtype].bitwidth // 8
     sizes = {
         "queries": config.q_tile * int(key_columns) * itemsize,
@@ -85,18 +89,26 @@ def arguments(problem, layouts, config: CpuConfig) -> np.ndarray:
 arguments_at = record_at(ARGUMENTS)
 
 
-@jit
-def place_of(args, item):
-    """(batch, key/value head, first row, part of the keys) of a work item.
+def placing(kernel):
+    """Build ``place_of(args, at, item)``: (batch entry, key/value head, first row, part of the keys) of a work item.
 
-    The tiles of one row block follow each other, the last rows first where a right bound makes them the longest.
+    The tiles of one row block follow each other, the last rows first where a right bound makes them the longest; those of packed sequences as
+    they are listed.
     """
-    item, split = item // args.splits, item % args.splits
-    item, kv_head = item // args.kv_heads, item % args.kv_heads
-    block, batch = item // args.batch, item % args.batch
-    if args.right != UNBOUNDED:
-        block = args.q_blocks - 1 - block
-    return batch, kv_head, block * args.q_tile, split
+    packed = "packed" in kernel.options
+
+    @jit
+    def place_of(args, at, item):
+        item, split = item // args.splits, item % args.splits
+        item, kv_head = item // args.kv_heads, item % args.kv_heads
+        if packed:
+            return word_of(at.cu_seqlens_k, item, 2, 0), kv_head, word_of(at.cu_seqlens_k, item, 2, 1) * args.q_tile, split
+        block, batch = item // args.batch, item % args.batch
+        if args.right != UNBOUNDED:
+            block = args.q_blocks - 1 - block
+        return batch, kv_head, block * args.q_tile, split
+
+    return place_of
 
 
 @jit
@@ -125,7 +137,7 @@ def band(args, entry, row):
 @jit
 def query_band(args, entry, query):
     """`band` of the rows of a query."""
-    length_q, length_k, offset = entry
+    length_q, length_k, offset = entry[:3]
     if query >= length_q:
         return 0, 0
     first = max(0, query + offset - args.left)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ...problem import Problem
+from ...problem import PACKED_FEATURE, Problem
 from . import target
 from .convert import COMPUTE, ITEMSIZE
 
@@ -113,7 +113,7 @@ def choose(problem: Problem, threads: int) -> CpuConfig:
     threads = useful_threads(problem, kernel, threads)
     heads = problem.batch * problem.kv_heads
     q_tile = choose_q_tile(problem, kernel, rows, heads, threads)
-    items = heads * -(-rows // q_tile)
+    items = max(1, heads * -(-rows // q_tile))
     splits = 1
     if items < threads:  # parts of at least PART_KEYS keys
         splits = max(1, min(-(-threads // items), problem.seqlen_k // PART_KEYS))
@@ -155,8 +155,9 @@ def useful_threads(problem: Problem, kernel: Kernel, threads: int) -> int:
 
 
 def options_of(problem: Problem) -> tuple[str, ...]:
-    """`Problem.features`, the lengths of queries and of keys being one: "lengths"."""
-    return tuple(dict.fromkeys("lengths" if name.startswith("seqlens") else name for name in problem.features))
+    """`Problem.features`, the lengths of queries and of keys being one: "lengths"; "packed" for packed sequences."""
+    shorter = {"seqlens_q": "lengths", "seqlens_k": "lengths", PACKED_FEATURE: "packed"}
+    return tuple(dict.fromkeys(shorter.get(name, name) for name in problem.features))
 
 
 def with_options(kernel: Kernel, problem: Problem) -> Kernel:
@@ -175,8 +176,15 @@ def choose_kernel(dtype: str, rows: int) -> Kernel:
 
 
 def work_items(problem: Problem, config: CpuConfig) -> int:
-    """Work items of a launch: (query tile, batch, key/value head, part of the keys)."""
+    """Work items of a launch: (query tile, batch, key/value head, part of the keys); of packed sequences, the most there may be."""
+    if problem.packed:
+        return packed_tiles(problem, config.q_tile) * problem.kv_heads * config.splits
     return -(-problem.seqlen_q * problem.group // config.q_tile) * problem.batch * problem.kv_heads * config.splits
+
+
+def packed_tiles(problem: Problem, q_tile: int) -> int:
+    """The most tiles of rows that packed sequences, and the rows before and after them, may have: each can end in a tile that is not full."""
+    return problem.total_q * problem.group // q_tile + problem.batch + 2
 
 
 def round_up(n: int, multiple: int) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from numba import types
 
 from . import scores as score_options
-from .arguments import arguments_at, band, part_of_keys, place_of, row_address
+from .arguments import arguments_at, band, part_of_keys, placing, row_address
 from .config import Kernel
 from .convert import COMPUTE, ITEMSIZE, elements, packing
 from .driver import next_item
@@ -75,6 +75,7 @@ def build(kernel: Kernel):
     )
     changes_scores, can_be_dead, lists_bytes = options.changes_scores, options.can_be_dead, options.lists_bytes
     to_natural = 1 / score_options.score_unit(kernel)
+    place_of = placing(kernel)
 
     @jit
     def load_row(args, source, query):
@@ -169,11 +170,12 @@ def build(kernel: Kernel):
     @jit
     def attend(args, at, q, k, v, item, work):
         """Algorithm 1 for the rows of a key/value head and (a part of) their keys; leaves m, l and O in the workspace."""
-        batch, kv_head, first_row, split = place_of(args, item)
-        n_rows = rows_of(args, first_row)
-        q_head = q + batch * args.q_batch + kv_head * args.group * args.q_head
-        query_bytes, output_bytes = args.key_columns * itemsize, args.value_columns * itemsize
+        batch, kv_head, first_row, split = place_of(args, at, item)
         entry = entry_of(args, at, batch)
+        first_q, first_k = entry[5], entry[6]
+        n_rows = rows_of(args, entry, first_row)
+        q_head = q + batch * args.q_batch + first_q * args.q_row + kv_head * args.group * args.q_head
+        query_bytes, output_bytes = args.key_columns * itemsize, args.value_columns * itemsize
         tile_first, tile_last = args.seqlen_k, 0
         for r in range(n_rows):
             source = row_address(args, q_head, args.q_row, args.q_head, first_row + r)
@@ -203,8 +205,8 @@ def build(kernel: Kernel):
             n_keys = min(args.kv_tile, tile_last - block)
             if has_mask and not look_at_block(args, work, n_rows, block, n_keys):
                 continue
-            keys, key_stride = k + batch * args.k_batch + block * args.k_row + kv_head * args.k_head, args.k_row
-            values, value_stride = v + batch * args.v_batch + block * args.v_row + kv_head * args.v_head, args.v_row
+            keys, key_stride = k + batch * args.k_batch + (first_k + block) * args.k_row + kv_head * args.k_head, args.k_row
+            values, value_stride = v + batch * args.v_batch + (first_k + block) * args.v_row + kv_head * args.v_head, args.v_row
             if not keys_in_place:
                 pack(keys, args.k_row, args.k_dim, n_keys, args.head_dim, work + args.at_keys, n_keys, args.key_columns)
                 keys, key_stride = work + args.at_keys, query_bytes
@@ -235,22 +237,26 @@ def build(kernel: Kernel):
                     weigh_values(values, value_stride, values_in_place, args.value_columns // lanes, scores, output, alpha, begin, end)
 
     @jit
-    def rows_of(args, first_row):
-        return min(args.q_tile, args.seqlen_q * args.group - first_row)
+    def rows_of(args, entry, first_row):
+        return min(args.q_tile, entry[3] * args.group - first_row)
 
     @jit
-    def finish(args, out, lse, item, output, m, l):
+    def finish(args, at, out, lse, item, output, m, l):
         """out = O / l and lse = m + log(l), in natural units."""
-        batch, kv_head, first_row, _ = place_of(args, item)
+        batch, kv_head, first_row, _ = place_of(args, at, item)
         head = kv_head * args.group
-        for r in range(rows_of(args, first_row)):
+        entry = entry_of(args, at, batch)
+        first_q = entry[5]
+        out_head = out + batch * args.out_batch + first_q * args.out_row + head * args.out_head
+        lse_head = lse + batch * args.lse_batch + first_q * args.lse_row + head * args.lse_head
+        for r in range(rows_of(args, entry, first_row)):
             total = load_number(l + r * itemsize)
             factor = one if total == zero else one / total
             source = output + r * args.value_columns * itemsize
             if can_be_dead and total == zero:  # where every score is -inf, O may be NaN
                 for d in range(0, args.value_columns, lanes):
                     store(source + d * itemsize, splat(zero))
-            target = row_address(args, out + batch * args.out_batch + head * args.out_head, args.out_row, args.out_head, first_row + r)
+            target = row_address(args, out_head, args.out_row, args.out_head, first_row + r)
             d = 0
             if args.out_dim == stored_size:
                 while d + lanes <= args.head_dim_v:
@@ -261,7 +267,7 @@ def build(kernel: Kernel):
                 d += 1
             if lse != 0:
                 value = -np.inf if total == zero else np.float64(load_number(m + r * itemsize)) * to_natural + np.log(np.float64(total))
-                place = row_address(args, lse + batch * args.lse_batch + head * args.lse_head, args.lse_row, args.lse_head, first_row + r)
+                place = row_address(args, lse_head, args.lse_row, args.lse_head, first_row + r)
                 store_number(place, number(value))
 
     @jit
@@ -307,13 +313,13 @@ def build(kernel: Kernel):
                 parts = partial + item * args.splits * args.partial
                 merge_parts(args, parts, work + args.at_alpha)
                 m = parts + row_bytes * args.value_columns
-                finish(args, out, lse, item * args.splits, parts, m, m + row_bytes)
+                finish(args, at, out, lse, item * args.splits, parts, m, m + row_bytes)
                 item = next_item(counter)
         else:
             while item < args.items:
                 attend(args, at, q, k, v, item, work)
                 if args.splits == 1:
-                    finish(args, out, lse, item, work + args.at_output, work + args.at_m, work + args.at_l)
+                    finish(args, at, out, lse, item, work + args.at_output, work + args.at_m, work + args.at_l)
                 else:
                     keep_part(args, work, partial + item * args.partial)
                 item = next_item(counter)

@@ -17,7 +17,7 @@ import numpy as np
 from numba import types
 
 from . import scores as score_options
-from .arguments import arguments_at, band, part_of_keys, place_of, row_address
+from .arguments import arguments_at, band, part_of_keys, placing, row_address
 from .config import Kernel
 from .convert import COMPUTE, ITEMSIZE, elements, packing
 from .driver import next_item
@@ -63,13 +63,14 @@ def build(kernel: Kernel):
     )
     changes_scores, can_be_dead, lists_bytes = options.changes_scores, options.can_be_dead, options.lists_bytes
     to_natural = 1 / score_options.score_unit(kernel)
+    place_of = placing(kernel)
 
     # A tile of queries
 
     @jit
-    def list_rows(args, operand, row_stride, head_stride, first_row, addresses):
+    def list_rows(args, queries, operand, row_stride, head_stride, first_row, addresses):
         """Addresses of the rows of a panel. Lanes past the last row repeat it: they compute and store the same again."""
-        last_row = args.seqlen_q * args.group - 1
+        last_row = queries * args.group - 1
         for lane in range(panel):
             store_int64(addresses + lane * 8, row_address(args, operand, row_stride, head_stride, min(first_row + lane, last_row)))
 
@@ -77,7 +78,7 @@ def build(kernel: Kernel):
     def list_bands(args, entry, first_row, first, last, ranges):
         """Keys that each row of a panel sees, and into ``ranges`` those that some row sees and those that all rows see."""
         some_first, some_last, all_first, all_last = args.seqlen_k, 0, 0, args.seqlen_k
-        last_row = args.seqlen_q * args.group - 1
+        last_row = entry[3] * args.group - 1
         for lane in range(panel):
             lo, hi = band(args, entry, min(first_row + lane, last_row))
             store_int32(first + lane * 4, lo)
@@ -119,7 +120,7 @@ def build(kernel: Kernel):
     @jit
     def take_sinks(args, at, entry, kv_head, first_row, m, l):
         """The sink of a row as a key without a value: m is its logit and l is 1."""
-        last_row = args.seqlen_q * args.group - 1
+        last_row = entry[3] * args.group - 1
         for lane in range(panel):
             row = min(first_row + lane, last_row)
             sink = sink_of(args, at, kv_head * args.group + row % args.group)
@@ -206,14 +207,15 @@ def build(kernel: Kernel):
     @jit
     def attend(args, at, q, k, v, item, work):
         """Algorithm 1 for a tile of queries and (a part of) their keys; leaves m, l and O in the workspace."""
-        batch, kv_head, first_row, split = place_of(args, item)
-        q_head = q + batch * args.q_batch + kv_head * args.group * args.q_head
-        n_panels = panels_of(args, first_row)
+        batch, kv_head, first_row, split = place_of(args, at, item)
         entry = entry_of(args, at, batch)
+        first_q, first_k = entry[5], entry[6]
+        q_head = q + batch * args.q_batch + first_q * args.q_row + kv_head * args.group * args.q_head
+        n_panels = panels_of(args, entry, first_row)
         tile_first, tile_last = args.seqlen_k, 0
         for p in range(n_panels):
             row, ranges, addresses = first_row + p * panel, work + args.at_ranges + p * 32, work + args.at_addresses
-            list_rows(args, q_head, args.q_row, args.q_head, row, addresses)
+            list_rows(args, entry[3], q_head, args.q_row, args.q_head, row, addresses)
             pack_queries(args, addresses, work + args.at_queries + p * args.head_dim * panel_bytes)
             list_bands(args, entry, row, work + args.at_first + p * panel * 4, work + args.at_last + p * panel * 4, ranges)
             tile_first, tile_last = min(tile_first, load_int64(ranges)), max(tile_last, load_int64(ranges + 8))
@@ -230,8 +232,8 @@ def build(kernel: Kernel):
             n_keys = min(args.kv_tile, tile_last - block)
             if has_mask and not look_at_block(args, work, n_panels, block, n_keys):
                 continue
-            keys, key_stride = k + batch * args.k_batch + block * args.k_row + kv_head * args.k_head, args.k_row
-            values, value_stride = v + batch * args.v_batch + block * args.v_row + kv_head * args.v_head, args.v_row
+            keys, key_stride = k + batch * args.k_batch + (first_k + block) * args.k_row + kv_head * args.k_head, args.k_row
+            values, value_stride = v + batch * args.v_batch + (first_k + block) * args.v_row + kv_head * args.v_head, args.v_row
             padded = (n_keys + rows - 1) // rows * rows  # the register tile is filled up with keys that nobody sees
             if not (read_once and args.k_dim == itemsize and n_keys == padded):
                 pack(keys, args.k_row, args.k_dim, n_keys, args.head_dim, work + args.at_keys, padded, args.head_dim)
@@ -297,19 +299,23 @@ def build(kernel: Kernel):
             weigh_seen_values(args, values, value_stride, scores, output, alpha, block, begin, n_seen, first, last, mask_tile)
 
     @jit
-    def panels_of(args, first_row):
+    def panels_of(args, entry, first_row):
         """Panels of the tile that begins at a row."""
-        return (min(args.q_tile, args.seqlen_q * args.group - first_row) + panel - 1) // panel
+        return (min(args.q_tile, entry[3] * args.group - first_row) + panel - 1) // panel
 
     @jit
-    def finish(args, out, lse, item, output, m, l, addresses):
+    def finish(args, at, out, lse, item, output, m, l, addresses):
         """out = O / l and lse = m + log(l), in natural units, transposed back to rows. Overwrites l."""
-        batch, kv_head, first_row, _ = place_of(args, item)
+        batch, kv_head, first_row, _ = place_of(args, at, item)
         head = kv_head * args.group
-        for p in range(panels_of(args, first_row)):
+        entry = entry_of(args, at, batch)
+        queries, first_q = entry[3], entry[5]
+        out_head = out + batch * args.out_batch + first_q * args.out_row + head * args.out_head
+        lse_head = lse + batch * args.lse_batch + first_q * args.lse_row + head * args.lse_head
+        for p in range(panels_of(args, entry, first_row)):
             row, panel_m, panel_l = first_row + p * panel, m + p * panel_bytes, l + p * panel_bytes
             if lse != 0:
-                list_rows(args, lse + batch * args.lse_batch + head * args.lse_head, args.lse_row, args.lse_head, row, addresses)
+                list_rows(args, queries, lse_head, args.lse_row, args.lse_head, row, addresses)
                 for lane in range(panel):
                     total, top = np.float64(load_number(panel_l + lane * itemsize)), np.float64(load_number(panel_m + lane * itemsize))
                     store_number(load_int64(addresses + lane * 8), number(-np.inf if total == 0 else top * to_natural + np.log(total)))
@@ -320,7 +326,7 @@ def build(kernel: Kernel):
                         place = output + (p * args.value_columns + column) * panel_bytes + w * vector_bytes
                         store(place, select(total == splat(zero), splat(zero), load(place)))
                 store(panel_l + w * vector_bytes, splat(one) / select(total == splat(zero), splat(one), total))
-            list_rows(args, out + batch * args.out_batch + head * args.out_head, args.out_row, args.out_head, row, addresses)
+            list_rows(args, queries, out_head, args.out_row, args.out_head, row, addresses)
             panel_output = output + p * args.value_columns * panel_bytes
             d = 0
             if args.out_dim == stored_size:
@@ -385,13 +391,13 @@ def build(kernel: Kernel):
                 parts = partial + item * args.splits * args.partial
                 merge_parts(args, parts)
                 m = parts + row_bytes * args.value_columns
-                finish(args, out, lse, item * args.splits, parts, m, m + row_bytes, work + args.at_addresses)
+                finish(args, at, out, lse, item * args.splits, parts, m, m + row_bytes, work + args.at_addresses)
                 item = next_item(counter)
         else:
             while item < args.items:
                 attend(args, at, q, k, v, item, work)
                 if args.splits == 1:
-                    finish(args, out, lse, item, work + args.at_output, work + args.at_m, work + args.at_l, work + args.at_addresses)
+                    finish(args, at, out, lse, item, work + args.at_output, work + args.at_m, work + args.at_l, work + args.at_addresses)
                 else:
                     keep_part(args, work, partial + item * args.partial)
                 item = next_item(counter)

@@ -14,7 +14,7 @@ from numba.core.ccallback import CFunc
 
 from ...dispatch import OPERANDS, Plan, operands
 from ...toolchain.log import logger
-from . import cache, config, decode, driver, forward
+from . import cache, config, decode, driver, forward, packed
 from .arguments import ARGUMENTS, arguments
 from .config import Kernel
 from .scores import OPTION_ADDRESSES, signed_seed
@@ -155,13 +155,33 @@ def _prepare(plan):
         return launch
 
     def launch_with_options(addresses):
-        options = np.zeros(1, OPTION_ADDRESSES)
+        options, here = np.zeros(1, OPTION_ADDRESSES), args
         for name, value in zip(given, addresses[len(OPERANDS) :], strict=True):
             options[name] = signed_seed(value)
+        if plan.problem.packed:
+            here, tables = _pack(plan, args, options)  # which live as long as the call
         with using(plan.threads) as threads:
-            run(address, args, *addresses[: len(OPERANDS)], options, threads)
+            run(address, here, *addresses[: len(OPERANDS)], options, threads)
 
     return launch_with_options
+
+
+def _pack(plan, args, options):
+    """(arguments of this call, tables): the sequences read, and the tables put in the place of their boundaries."""
+    problem, q_tile = plan.problem, plan.config.q_tile
+    table = packed.entries(problem, *read_boundaries(plan, options), q_tile)
+    tiles = packed.longest_first(problem, table, packed.list_tiles(table[:, 2] * problem.group, q_tile), q_tile)
+    options["cu_seqlens_q"], options["cu_seqlens_k"] = table.ctypes.data, tiles.ctypes.data
+    here = args.copy()
+    here["items"] = len(tiles) * problem.kv_heads * plan.config.splits
+    return here, (table, tiles)
+
+
+def read_boundaries(plan, options):
+    """Where the sequences of queries and of keys begin and end; ``options`` is a record with the addresses of the arrays."""
+    problem, layouts = plan.problem, plan.layouts
+    for name, total in (("cu_seqlens_q", problem.total_q), ("cu_seqlens_k", problem.total_k)):
+        yield packed.boundaries(int(options[name][0]), getattr(layouts, name), getattr(problem, name), total)
 
 
 def resources(plan) -> dict:

@@ -23,12 +23,14 @@ from .config import Kernel
 from .convert import COMPUTE, ITEMSIZE, elements
 from .dropout import drawing
 from .exp2 import exp2
+from .packed import ENTRY, word_of
 from .tanh import tanh_of
 from .transpose import transposing
 from .vector import Simd, any_lane, jit, max_lane, maximum, select, words
 
 OPTION_ADDRESSES = np.dtype([(name, np.int64) for name in OPTION_OPERANDS])
-"""Addresses of the options of a forward call, 0 for those that there are not; the seed is itself."""
+"""Addresses of the options of a forward call, 0 for those that there are not; the seed is itself. Of packed sequences, ``cu_seqlens_q`` is the
+table of `numbaflash.kernels.cpu.packed.entries` and ``cu_seqlens_k`` the list of tiles."""
 
 TILES = ("mask_tile", "bias_tile", "keep_tile", "slope_tile", "lists")
 """Parts of a thread's memory that options ask for."""
@@ -160,8 +162,8 @@ def build(kernel: Kernel, with_slopes: bool = False):
         those of `OPTION_ADDRESSES`.
     """
     dtype, lanes, vectors, panel = kernel.dtype, kernel.lanes, kernel.vectors, kernel.panel
-    has_softcap, has_mask, has_bias, has_alibi, has_sinks, has_dropout, has_lengths = (
-        name in kernel.options for name in ("softcap", "mask", "bias", "alibi_slopes", "sinks", "dropout", "lengths")
+    has_softcap, has_mask, has_bias, has_alibi, has_sinks, has_dropout, has_lengths, packed = (
+        name in kernel.options for name in ("softcap", "mask", "bias", "alibi_slopes", "sinks", "dropout", "lengths", "packed")
     )
     natural, unit = is_natural(kernel), score_unit(kernel)
     compute = COMPUTE[dtype]
@@ -186,6 +188,7 @@ def build(kernel: Kernel, with_slopes: bool = False):
     )
     draw_rows, draw_keys = drawing(compute, lanes) if has_dropout else (None, None)
     lane_numbers = indices.lane_numbers
+    width = len(ENTRY)
 
     # Lengths
 
@@ -198,21 +201,30 @@ def build(kernel: Kernel, with_slopes: bool = False):
 
     @jit
     def entry_of(args, at, batch):
-        """(queries, keys, offset) of a batch entry."""
+        """Of a batch entry: lengths and offset; queries and keys that it has room for; the first of them, and the first tile of rows, of a head."""
+        if packed:
+            length_q, length_k = word_of(at.cu_seqlens_q, batch, width, 0), word_of(at.cu_seqlens_q, batch, width, 1)
+            offset = length_k - length_q if args.offset_per_entry != 0 else 0
+            queries, keys = word_of(at.cu_seqlens_q, batch, width, 2), word_of(at.cu_seqlens_q, batch, width, 3)
+            first_q, first_k = word_of(at.cu_seqlens_q, batch, width, 4), word_of(at.cu_seqlens_q, batch, width, 5)
+            return length_q, length_k, offset, queries, keys, first_q, first_k, word_of(at.cu_seqlens_q, batch, width, 6)
         if has_lengths:
             seqlens_q = at.seqlens_q + batch * args.seqlens_q_step if at.seqlens_q != 0 else 0
             seqlens_k = at.seqlens_k + batch * args.seqlens_k_step if at.seqlens_k != 0 else 0
             length_q = length_at(seqlens_q, args.seqlens_q_size, args.seqlen_q)
             length_k = length_at(seqlens_k, args.seqlens_k_size, args.seqlen_k)
-            return length_q, length_k, length_k - length_q if args.offset_per_entry != 0 else args.offset
-        return args.seqlen_q, args.seqlen_k, args.offset
+            offset = length_k - length_q if args.offset_per_entry != 0 else args.offset
+            return length_q, length_k, offset, args.seqlen_q, args.seqlen_k, 0, 0, 0
+        return args.seqlen_q, args.seqlen_k, args.offset, args.seqlen_q, args.seqlen_k, 0, 0, 0
 
     # What belongs to the rows of a panel
 
     @jit
     def list_panel(args, at, entry, batch, kv_head, first_row, lists):
         """What each row of a panel has of the options. Lanes past the last row repeat it."""
-        last_row = args.seqlen_q * args.group - 1
+        if packed and entry[0] == 0:  # sees nothing, and has nothing of the options
+            return
+        last_row = entry[3] * args.group - 1
         query, head = first_row // args.group, kv_head * args.group + first_row % args.group
         end = (kv_head + 1) * args.group
         for lane in range(panel):
@@ -435,7 +447,7 @@ def build(kernel: Kernel, with_slopes: bool = False):
         return minus_inf
 
     return SimpleNamespace(
-        has_lists=bool(set(kernel.options) - {"lengths", "sinks"}),
+        has_lists=bool(set(kernel.options) - {"lengths", "sinks", "packed"}),
         has_mask=has_mask,
         has_bias=has_bias,
         has_tiles=has_mask or has_bias,

@@ -14,6 +14,7 @@ from numbaflash.dispatch import Device, Launch, Layout, Layouts, Plan, missing, 
 from numbaflash.problem import ITEMSIZE, Problem
 from numbaflash.toolchain import simulator
 
+from . import grid
 from .config import choose_config
 from .options import FEATURES, as_bits, product_factor
 
@@ -32,15 +33,16 @@ def supports(problem: Problem, device: Device, features: frozenset[str] = FEATUR
         reasons.append(f"it needs compute capability 7.0 or later; this GPU has {device.capability[0]}.{device.capability[1]}")
     if problem.right is not None and problem.seqlen_q + problem.offset + problem.right >= 2**31 - 256:
         reasons.append("the last query's last key, seqlen_q + offset + right, must stay within int32")
-    if problem.batch * problem.heads * -(-problem.seqlen_q // 8) > _MOST_TILES:
-        reasons.append(f"batch * heads * seqlen_q / 8 must be at most {_MOST_TILES}")
+    if grid.columns(problem, problem.heads) * grid.q_tiles(problem, 8) > _MOST_TILES:
+        rows = "heads * (total_q / 8 + batch + 2)" if problem.packed else "batch * heads * seqlen_q / 8"
+        reasons.append(f"{rows} must be at most {_MOST_TILES}")
     return tuple(reasons)
 
 
 def plan(problem: Problem, layouts: Layouts, device: Device) -> Plan:
     """Choose tiles and grid."""
     config = choose_config(problem, layouts, device, simulated=device.kind == "cpu")
-    tiles = -(-problem.seqlen_q // config.q_tile) * problem.batch * problem.heads
+    tiles = grid.q_tiles(problem, config.q_tile) * grid.columns(problem, problem.heads)
     return Plan("simt", problem, device, layouts, config, (tiles,), config.threads, config.shared_bytes)
 
 
@@ -67,10 +69,9 @@ def parameters(plan: Plan) -> list:
     """Kernel parameters of a plan, as `forward.build` lists them."""
     problem, config, layouts = plan.problem, plan.config, plan.layouts
     bits = as_bits(config.dtype)
-    arrays = [_array(name, bits, getattr(layouts, name)) for name in ("q", "k", "v", "out")]
-    empty = Layout((0, 0, 0), (0, 0, 0))
-    arrays.append(_array("lse", config.compute, layouts.lse or empty))
-    q_blocks, heads = -(-problem.seqlen_q // config.q_tile), problem.batch * problem.heads
+    arrays = [array(name, bits, getattr(layouts, name), problem) for name in ("q", "k", "v", "out")]
+    arrays.append(array("lse", config.compute, layouts.lse or Layout((0, 0, 0)[problem.packed :], (0, 0, 0)[problem.packed :]), problem))
+    q_blocks, heads = grid.q_tiles(problem, config.q_tile), grid.columns(problem, problem.heads)
     return [
         *arrays,
         toolchain.Scalar(config.compute, product_factor(problem, config.compute, config.options)),
@@ -89,7 +90,10 @@ def band(problem: Problem) -> tuple[int, int]:
     return 0 if problem.left is None else offset - problem.left, 0 if problem.right is None else offset + problem.right
 
 
-def _array(name, dtype, layout):
+def array(name: str, dtype: str, layout: Layout, problem: Problem) -> toolchain.Array:
+    """An operand as kernels see it: packed ones have a batch axis along which nothing changes."""
+    if problem.packed:
+        return toolchain.Array(name, dtype, (max(problem.batch, 1), *layout.shape), (0, *layout.strides))
     return toolchain.Array(name, dtype, layout.shape, layout.strides)
 
 

@@ -240,10 +240,10 @@ def rows_in_vectors(layout: Layout, itemsize: int, vector: int) -> bool:
     """Whether every row of an operand is contiguous, aligned to ``vector`` elements and a whole number of them."""
     unit = vector * itemsize
     return (
-        layout.strides[3] == itemsize
-        and layout.shape[3] % vector == 0
+        layout.strides[-1] == itemsize
+        and layout.shape[-1] % vector == 0
         and layout.alignment % min(unit, 16) == 0
-        and all(stride % unit == 0 for n, stride in zip(layout.shape[:3], layout.strides[:3], strict=True) if n > 1)
+        and all(stride % unit == 0 for n, stride in zip(layout.shape[:-1], layout.strides[:-1], strict=True) if n > 1)
     )
 
 

@@ -17,10 +17,11 @@ import numba
 from numba import cuda, int32
 
 from numbaflash.kernels.schedule import tile_order
+from numbaflash.problem import PACKED
 from numbaflash.ptx import cp_async
 from numbaflash.toolchain import KernelSource
 
-from . import scores, tiles
+from . import packed, scores, tiles
 from .config import Config
 
 
@@ -49,6 +50,11 @@ def build(config: Config) -> KernelSource:
     everything, see, any_seen = scores.everything(config), scores.see(config, config), scores.any_seen(config)
     change, hide, mark, drop = (make(config, config) for make in (scores.change, scores.hide, scores.mark, scores.drop))
     add_pv_marked = tiles.add_pv_marked(config)
+    is_packed = options_of.packed
+    if is_packed:
+        entries = packed.entries(config)
+        ascends_q, ascends_k = (packed.ascends(config, name) for name in PACKED)
+        bisect, entry_of_tile = packed.bisect(config, PACKED[0], config.q_tile), packed.entry_of_tile(config, *PACKED, config.q_tile, config.q_tile)
 
     real, vector = t.real, config.vector
     step, depth = config.step, config.depth
@@ -69,6 +75,19 @@ def build(config: Config) -> KernelSource:
         heads = int32(q.shape[2])
         batch, head = batch_head // heads, batch_head % heads
         kv_head = head // group
+        if is_packed:
+            ascending_q, ascending_k = int32(1), int32(1)
+            for entry in range(cuda.threadIdx.x, entries(options), threads):
+                ascending_q &= ascends_q(entry, q.shape[1], options)
+                ascending_k &= ascends_k(entry, k.shape[1], options)
+            ascending_q, ascending_k = cuda.syncthreads_and(ascending_q), cuda.syncthreads_and(ascending_k)
+            low, high = int32(0), entries(options)
+            while high - low > 1:
+                low, high = bisect(low, high, q_block, q.shape[1], options)
+            batch, q_block, first_row, queries, first_key, keys, _, with_sink = entry_of_tile(
+                low, q_block, q.shape[1], k.shape[1], ascending_q, ascending_k, options
+            )
+            q, k, v = q[:, first_row : first_row + queries], k[:, first_key : first_key + keys], v[:, first_key : first_key + keys]
         seqlen_q, seqlen_k = int32(q.shape[1]), int32(k.shape[1])
         if with_lengths:
             seqlen_q, seqlen_k = lengths(seqlen_q, seqlen_k, batch, options)
@@ -100,7 +119,7 @@ def build(config: Config) -> KernelSource:
 
         m, l, o = lowest(), zero_row(), zero_output()
         if with_sinks:
-            m, l = begin_softmax(query, seqlen_q, head, lane_n, options)
+            m, l = begin_softmax(query, with_sink if is_packed else seqlen_q, head, lane_n, options)
         if first_block < stop_block:
             copy_k(memory, k_base, k, batch, first_block * kv_tile, kv_head, thread // kv_width, thread % kv_width)
             if asynchronous:
@@ -189,8 +208,12 @@ def build(config: Config) -> KernelSource:
         l = reduce_sum(l)
         if finished:
             o = finish(o, l, options)
+        if is_packed:
+            out = out[:, first_row : first_row + seqlen_q]
         store_output(out, batch, query, head, lane_n * vector, o, l)
         if write_lse:
+            if is_packed:
+                lse = lse[:, :, first_row : first_row + seqlen_q]
             store_lse(lse, batch, head, query, lane_n == 0, m, l)
 
     operands = t.operand, t.operand, t.operand, t.operand, t.lse

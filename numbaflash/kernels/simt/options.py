@@ -10,9 +10,9 @@ import numpy as np
 
 from numbaflash import toolchain
 from numbaflash.dispatch import BackwardLayouts, Layouts
-from numbaflash.problem import Problem
+from numbaflash.problem import PACKED, PACKED_FEATURE, Problem
 
-FEATURES = frozenset({"softcap", "mask", "bias", "alibi_slopes", "sinks", "dropout", "seqlens_q", "seqlens_k"})
+FEATURES = frozenset({"softcap", "mask", "bias", "alibi_slopes", "sinks", "dropout", "seqlens_q", "seqlens_k", PACKED_FEATURE})
 """What the kernels can do; of `numbaflash.problem.Problem.features`."""
 
 
@@ -29,6 +29,8 @@ class Options:
         Their dtypes.
     per_entry : bool
         Each batch entry has an offset of its own, ``length_k - length_q``.
+    cu_seqlens_q, cu_seqlens_k : str or None
+        The dtypes of the boundaries of packed sequences.
     """
 
     softcap: bool = False
@@ -40,6 +42,8 @@ class Options:
     seqlens_q: str | None = None
     seqlens_k: str | None = None
     per_entry: bool = False
+    cu_seqlens_q: str | None = None
+    cu_seqlens_k: str | None = None
 
     @classmethod
     def of(cls, problem: Problem) -> Options:
@@ -53,10 +57,22 @@ class Options:
             seqlens_q=problem.seqlens_q,
             seqlens_k=problem.seqlens_k,
             per_entry=problem.offset_per_entry,
+            cu_seqlens_q=problem.cu_seqlens_q,
+            cu_seqlens_k=problem.cu_seqlens_k,
         )
 
     def __bool__(self) -> bool:
-        return self != Options()
+        """There is more than a band. (Packed sequences are not: within a sequence nothing is different.)"""
+        return self != replace(self.of_packing, per_entry=self.packed and self.per_entry)
+
+    @property
+    def packed(self) -> bool:
+        return self.cu_seqlens_q is not None
+
+    @property
+    def of_packing(self) -> Options:
+        """What remains where nothing but the rows of each sequence is needed."""
+        return Options(cu_seqlens_q=self.cu_seqlens_q, cu_seqlens_k=self.cu_seqlens_k)
 
     @property
     def lengths(self) -> bool:
@@ -103,6 +119,8 @@ class Options:
         found += [(name, dtype, 1) for name, dtype in (("seqlens_q", self.seqlens_q), ("seqlens_k", self.seqlens_k)) if dtype]
         if self.dropout:
             found += [("seed", "uint64", 0), ("keep_limit", "int32", 0), ("keep_factor", compute, 0)]
+        if self.packed:  # at the end, where `packed` finds them
+            found += [(name, getattr(self, name), 1) for name in PACKED]
         return tuple(found)
 
     def arguments(self, problem: Problem, layouts: Layouts | BackwardLayouts, compute: str, unit: float) -> list:

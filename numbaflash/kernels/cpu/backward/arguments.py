@@ -7,7 +7,7 @@ import numpy as np
 from ....dispatch import BACKWARD_OPERANDS, OPTION_OPERANDS
 from ....problem import DIFFERENTIABLE_OPTIONS
 from ..arguments import CACHE_LINE, UNBOUNDED
-from ..config import round_up
+from ..config import packed_tiles, round_up
 from ..convert import COMPUTE
 from ..scores import OPTION_INTEGERS, OPTION_NUMBERS, TILES, record_at, score_scale, set_option_arguments, tile_sizes
 from ..vector import jit
@@ -36,7 +36,7 @@ _INT64 = (
     *(f"at_{region}" for region in (*SCRATCH, *WORKSPACE) if region not in TILES),
     "scratch",
     *OPTION_INTEGERS,
-    *("phases", "needs_bias", "needs_sinks", "dsinks_head", "part_queries", "sum_stride"),
+    *("row_tiles", "key_tiles", "phases", "needs_bias", "needs_sinks", "dsinks_head", "part_queries", "sum_stride"),
     *(f"{what}_{axis}" for what in ("dbias", "by") for axis in ("batch", "head", "row", "key")),
 )
 ARGUMENTS = np.dtype(
@@ -49,8 +49,9 @@ ARGUMENTS = np.dtype(
 """
 ``score_scale`` is what the products of queries and keys are multiplied by; ``q_tiles`` and ``kv_tiles`` count the tiles of a key/value head;
 ``key_columns`` and ``value_columns`` are the padded head dims, ``key_stride``, ``value_stride`` and
-``score_stride`` the rows of packed matrices in bytes; ``needs_*`` is 1 for the gradients to compute; ``{operand}_{axis}``
-are strides; ``at_{region}`` places in a thread's scratch memory, of ``scratch`` bytes, or in the workspace. ``by_{axis}`` is 1 for the axes
+``score_stride`` the rows of packed matrices in bytes; ``row_tiles`` and ``key_tiles`` count the tiles of packed sequences
+that are listed; ``needs_*`` is 1 for the gradients to compute; ``{operand}_{axis}`` are strides;
+``at_{region}`` places in a thread's scratch memory, of ``scratch`` bytes, or in the workspace. ``by_{axis}`` is 1 for the axes
 that the bias is not broadcast along; ``part_queries`` are the queries of a part of its gradient and ``sum_stride`` the bytes of a row of its sums.
 """
 
@@ -73,14 +74,18 @@ def padded(columns: int, kernel) -> int:
 def workspace_sizes(problem, config: BackwardConfig, needs_q: bool) -> dict[str, int]:
     """Bytes of each part of the workspace: all O(S)."""
     itemsize = COMPUTE[problem.dtype].bitwidth // 8
-    heads = problem.batch * problem.kv_heads
-    tiles = heads * -(-problem.seqlen_q * problem.group // config.q_tile)
+    tiles = problem.kv_heads * head_tiles(problem, config.q_tile) * (1 if problem.packed else problem.batch)
     rows = tiles * config.q_tile
     sizes = {"lse2": rows * itemsize, "delta": rows * itemsize, "dq_sum": 0, "turns": 0, "sink_terms": rows * itemsize if problem.sinks else 0}
     if needs_q:
         sizes["dq_sum"] = rows * padded(problem.head_dim, config.kernel) * itemsize
         sizes["turns"] = tiles * 8
     return {region: round_up(size, CACHE_LINE) for region, size in sizes.items()}
+
+
+def head_tiles(problem, q_tile: int) -> int:
+    """Tiles of rows of a key/value head, in a batch entry or, where sequences are packed, in all of them at most."""
+    return packed_tiles(problem, q_tile) if problem.packed else -(-problem.seqlen_q * problem.group // q_tile)
 
 
 def scratch_sizes(args, config: BackwardConfig, itemsize: int) -> dict[str, int]:
@@ -131,7 +136,9 @@ def arguments(problem, layouts, config: BackwardConfig) -> np.ndarray:
     args["score_scale"] = score_scale(problem, kernel)
     set_option_arguments(args, problem, layouts, kernel)
     args["q_tile"], args["kv_block"], args["kv_tile"] = config.q_tile, config.kv_block, config.kv_tile
-    args["q_tiles"] = -(-problem.seqlen_q * problem.group // config.q_tile)
+    if problem.packed:
+        args["seqlen_q"], args["seqlen_k"] = problem.total_q, problem.total_k
+    args["q_tiles"] = head_tiles(problem, config.q_tile)
     args["kv_tiles"] = -(-problem.seqlen_k // config.kv_tile)
     for name, columns in (("key", problem.head_dim), ("value", problem.head_dim_v)):
         args[f"{name}_columns"] = padded(columns, kernel)
@@ -141,7 +148,7 @@ def arguments(problem, layouts, config: BackwardConfig) -> np.ndarray:
         layout = getattr(layouts, operand)
         if layout is not None:
             axes = ("batch", "head", "row") if operand in _ROWS else _AXES
-            for axis, stride in zip(axes, layout.strides, strict=True):
+            for axis, stride in zip(axes[problem.packed :], layout.strides, strict=True):
                 args[f"{operand}_{axis}"] = stride
     for name in "qkv":
         args[f"needs_{name}"] = getattr(layouts, f"d{name}") is not None
@@ -175,8 +182,8 @@ arguments_at, addresses_at = record_at(ARGUMENTS), record_at(ADDRESSES)
 @jit
 def keys_of_tile(args, entry, q_tile):
     """Keys in the band of some row of a tile of queries: (first, one past the last), equal when there are none."""
-    length_q, length_k, offset = entry
-    rows = args.seqlen_q * args.group
+    length_q, length_k, offset, queries = entry[:4]
+    rows = queries * args.group
     query = q_tile * args.q_tile // args.group
     last_query = min(length_q - 1, (min(rows, (q_tile + 1) * args.q_tile) - 1) // args.group)
     query = max(query, -offset - args.right)  # those before it end before the first key, those after the last begin

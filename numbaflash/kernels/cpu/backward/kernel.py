@@ -33,6 +33,7 @@ from ..convert import COMPUTE, ITEMSIZE, elements, packing
 from ..driver import next_item, store_release, wait_until
 from ..finite import finite_test
 from ..microkernel import tile_product
+from ..packed import word_of
 from ..scores import EVERYTHING, NOTHING
 from ..transpose import transposing
 from ..vector import Simd, add_lanes, fma, jit, select, words
@@ -78,6 +79,14 @@ def build(kernel: Kernel):
     )
     changes_scores, can_be_dead, lists_bytes, has_bias = options.changes_scores, options.can_be_dead, options.lists_bytes, options.has_bias
     unit = score_options.score_unit(kernel)
+    packed = "packed" in kernel.options
+
+    @jit
+    def tile_of(args, entry, batch, kv_head, q_tile):
+        """Number of a tile of rows in the workspace."""
+        if packed:
+            return kv_head * args.q_tiles + entry[7] + q_tile
+        return (batch * args.kv_heads + kv_head) * args.q_tiles + q_tile
 
     # Phase 0: a tile of rows
 
@@ -102,20 +111,25 @@ def build(kernel: Kernel):
 
         The LSE is in the units of the scores.
         """
-        head, q_tile = item // args.q_tiles, item % args.q_tiles
-        batch, kv_head = head // args.kv_heads, head % args.kv_heads
+        if packed:
+            row, kv_head = item // args.kv_heads, item % args.kv_heads
+            batch, q_tile = word_of(at.cu_seqlens_k, row, 2, 0), word_of(at.cu_seqlens_k, row, 2, 1)
+        else:
+            head, q_tile = item // args.q_tiles, item % args.q_tiles
+            batch, kv_head = head // args.kv_heads, head % args.kv_heads
         first_head = kv_head * args.group
         entry = entry_of(args, at, batch)
-        lse2 = at.workspace + args.at_lse2 + item * args.q_tile * itemsize
-        delta = at.workspace + args.at_delta + item * args.q_tile * itemsize
-        dout = at.dout + batch * args.dout_batch + first_head * args.dout_head
-        out = at.out + batch * args.out_batch + first_head * args.out_head
-        lse = at.lse + batch * args.lse_batch + first_head * args.lse_head
-        dlse = at.dlse + batch * args.dlse_batch + first_head * args.dlse_head
+        first_q, tile = entry[5], tile_of(args, entry, batch, kv_head, q_tile)
+        lse2 = at.workspace + args.at_lse2 + tile * args.q_tile * itemsize
+        delta = at.workspace + args.at_delta + tile * args.q_tile * itemsize
+        dout = at.dout + batch * args.dout_batch + first_q * args.dout_row + first_head * args.dout_head
+        out = at.out + batch * args.out_batch + first_q * args.out_row + first_head * args.out_head
+        lse = at.lse + batch * args.lse_batch + first_q * args.lse_row + first_head * args.lse_head
+        dlse = at.dlse + batch * args.dlse_batch + first_q * args.dlse_row + first_head * args.dlse_head
         for i in range(args.q_tile):
             row = q_tile * args.q_tile + i
             row_lse2, row_delta, sink_term = infinity, zero, zero
-            if row < args.seqlen_q * args.group:
+            if row < entry[3] * args.group:
                 lo, hi = band(args, entry, row)
                 row_lse = load_number(row_address(args, lse, args.lse_row, args.lse_head, row))
                 sees_sink = has_sinks and row // args.group < entry[0]
@@ -134,18 +148,18 @@ def build(kernel: Kernel):
             store_number(lse2 + i * itemsize, row_lse2)
             store_number(delta + i * itemsize, row_delta)
             if has_sinks:
-                store_number(at.workspace + args.at_sink_terms + (item * args.q_tile + i) * itemsize, sink_term)
+                store_number(at.workspace + args.at_sink_terms + (tile * args.q_tile + i) * itemsize, sink_term)
         if args.needs_q:
             first, last = keys_of_tile(args, entry, q_tile)
-            store_int64(at.workspace + args.at_turns + item * 8, first // args.kv_tile)
+            store_int64(at.workspace + args.at_turns + tile * 8, first // args.kv_tile)
             if first == last:
-                clear_query_gradients(args, at, batch, first_head, q_tile)
+                clear_query_gradients(args, at, entry, batch, first_head, q_tile)
 
     @jit
-    def clear_query_gradients(args, at, batch, first_head, q_tile):
+    def clear_query_gradients(args, at, entry, batch, first_head, q_tile):
         """dQ = 0 for a tile of rows that sees no key."""
-        dq = at.dq + batch * args.dq_batch + first_head * args.dq_head
-        for row in range(q_tile * args.q_tile, min((q_tile + 1) * args.q_tile, args.seqlen_q * args.group)):
+        dq = at.dq + batch * args.dq_batch + entry[5] * args.dq_row + first_head * args.dq_head
+        for row in range(q_tile * args.q_tile, min((q_tile + 1) * args.q_tile, entry[3] * args.group)):
             target = row_address(args, dq, args.dq_row, args.dq_head, row)
             for d in range(args.head_dim):
                 store_element(target + d * args.dq_dim, zero)
@@ -165,13 +179,13 @@ def build(kernel: Kernel):
             store_number(work + args.at_zeros + i, zero)
 
     @jit
-    def load_rows(args, at, batch, first_head, first_row, n_panels, lse2, work):
+    def load_rows(args, at, entry, batch, first_head, first_row, n_panels, lse2, work):
         """Pack queries and dO of a tile of rows, each as rows and as panels; what sees no key is 0.
 
         Returns whether all of it is finite.
         """
-        q = at.q + batch * args.q_batch + first_head * args.q_head
-        dout = at.dout + batch * args.dout_batch + first_head * args.dout_head
+        q = at.q + batch * args.q_batch + entry[5] * args.q_row + first_head * args.q_head
+        dout = at.dout + batch * args.dout_batch + entry[5] * args.dout_row + first_head * args.dout_head
         queries, douts, zeros = work + args.at_queries, work + args.at_douts, work + args.at_zeros
         query, head = first_row // args.group, first_row % args.group
         for i in range(n_panels * panel):
@@ -456,35 +470,41 @@ def build(kernel: Kernel):
     @jit
     def differentiate(args, at, item, work):
         """A tile of keys: dK and dV from all rows that see it, and what it adds to their dQ."""
-        heads = args.batch * args.kv_heads
-        kv_tile, head = item // heads, item % heads
-        batch, kv_head = head // args.kv_heads, head % args.kv_heads
+        if packed:
+            row, kv_head = args.row_tiles + item // args.kv_heads, item % args.kv_heads
+            batch, kv_tile = word_of(at.cu_seqlens_k, row, 2, 0), word_of(at.cu_seqlens_k, row, 2, 1)
+        else:
+            heads = args.batch * args.kv_heads
+            kv_tile, head = item // heads, item % heads
+            batch, kv_head = head // args.kv_heads, head % args.kv_heads
         first_head = kv_head * args.group
-        tile_first = kv_tile * args.kv_tile
-        tile_last = min(args.seqlen_k, tile_first + args.kv_tile)
-        n_keys = tile_last - tile_first
         entry = entry_of(args, at, batch)
+        keys_here, first_k = entry[4], entry[6]
+        tile_first = kv_tile * args.kv_tile
+        tile_last = min(keys_here, tile_first + args.kv_tile)
+        n_keys = tile_last - tile_first
         n_held = max(0, min(n_keys, entry[1] - tile_first))  # what lies beyond the length is never read
         in_blocks = (n_keys + args.kv_block - 1) // args.kv_block * args.kv_block
         keys, values = work + args.at_keys, work + args.at_values
-        k = at.k + batch * args.k_batch + kv_head * args.k_head + tile_first * args.k_row
-        v = at.v + batch * args.v_batch + kv_head * args.v_head + tile_first * args.v_row
+        k = at.k + batch * args.k_batch + kv_head * args.k_head + (first_k + tile_first) * args.k_row
+        v = at.v + batch * args.v_batch + kv_head * args.v_head + (first_k + tile_first) * args.v_row
         pack_rows(k, args.k_row, args.k_dim, n_held, args.head_dim, keys, in_blocks, args.key_stride)
         pack_rows(v, args.v_row, args.v_dim, n_held, args.head_dim_v, values, in_blocks, args.value_stride)
         clear(work + args.at_dkeys, in_blocks * args.key_stride)
         clear(work + args.at_dvalues, in_blocks * args.value_stride)
         keys_finite = all_finite(keys, args.key_stride, 0, n_keys, args.head_dim)
-        for q_tile in range(args.q_tiles):
+        n_rows = entry[3] * args.group
+        for q_tile in range((n_rows + args.q_tile - 1) // args.q_tile):
             first, last = keys_of_tile(args, entry, q_tile)
             if max(first, tile_first) < min(last, tile_last):
-                tile = head * args.q_tiles + q_tile
+                tile = tile_of(args, entry, batch, kv_head, q_tile)
                 first_row = q_tile * args.q_tile
-                n_panels = (min(args.q_tile, args.seqlen_q * args.group - first_row) + panel - 1) // panel
+                n_panels = (min(args.q_tile, n_rows - first_row) + panel - 1) // panel
                 lse2 = at.workspace + args.at_lse2 + tile * args.q_tile * itemsize
                 delta = at.workspace + args.at_delta + tile * args.q_tile * itemsize
                 dq_sum = at.workspace + args.at_dq_sum + tile * args.q_tile * args.key_columns * itemsize
                 turn = at.workspace + args.at_turns + tile * 8
-                rows_finite = load_rows(args, at, batch, first_head, first_row, n_panels, lse2, work)
+                rows_finite = load_rows(args, at, entry, batch, first_head, first_row, n_panels, lse2, work)
                 list_bands(args, entry, first_row, n_panels, lse2, work)
                 if has_lists:
                     list_panels(args, at, entry, batch, kv_head, first_row, n_panels, work)
@@ -499,13 +519,13 @@ def build(kernel: Kernel):
                         differentiate_block(args, at, batch, block, n_block, in_tile, n_panels, lse2, delta, dq_sum, rows_finite, keys_finite, work)
                 if args.needs_q:
                     if kv_tile == (last - 1) // args.kv_tile:
-                        store_query_gradients(args, at, batch, first_head, first_row, n_panels, dq_sum, work)
+                        store_query_gradients(args, at, entry, batch, first_head, first_row, n_panels, dq_sum, work)
                     store_release(turn, kv_tile + 1)
         if args.needs_k:
-            dk = at.dk + batch * args.dk_batch + kv_head * args.dk_head + tile_first * args.dk_row
+            dk = at.dk + batch * args.dk_batch + kv_head * args.dk_head + (first_k + tile_first) * args.dk_row
             store_matrix(work + args.at_dkeys, args.key_stride, number(args.scale), dk, args.dk_row, args.dk_dim, n_keys, args.head_dim)
         if args.needs_v:
-            dv = at.dv + batch * args.dv_batch + kv_head * args.dv_head + tile_first * args.dv_row
+            dv = at.dv + batch * args.dv_batch + kv_head * args.dv_head + (first_k + tile_first) * args.dv_row
             store_matrix(work + args.at_dvalues, args.value_stride, one, dv, args.dv_row, args.dv_dim, n_keys, args.head_dim_v)
 
     @jit
@@ -519,10 +539,10 @@ def build(kernel: Kernel):
             store(target + i, splat(zero))
 
     @jit
-    def store_query_gradients(args, at, batch, first_head, first_row, n_panels, dq_sum, work):
+    def store_query_gradients(args, at, entry, batch, first_head, first_row, n_panels, dq_sum, work):
         """dQ = scale * sum, transposed back to rows; lanes past the last row go nowhere."""
-        dq = at.dq + batch * args.dq_batch + first_head * args.dq_head
-        addresses, n_rows = work + args.at_result_rows, args.seqlen_q * args.group
+        dq = at.dq + batch * args.dq_batch + entry[5] * args.dq_row + first_head * args.dq_head
+        addresses, n_rows = work + args.at_result_rows, entry[3] * args.group
         for p in range(n_panels):
             row, panel_sum = first_row + p * panel, dq_sum + p * args.key_columns * panel_bytes
             for lane in range(panel):
@@ -564,8 +584,9 @@ def build(kernel: Kernel):
         kv_head, in_group = head // args.group, head % args.group
         total = 0.0
         for batch in range(args.batch):
-            first = (batch * args.kv_heads + kv_head) * args.q_tiles * args.q_tile + in_group
-            for query in range(args.seqlen_q):
+            entry = entry_of(args, at, batch)
+            first = tile_of(args, entry, batch, kv_head, 0) * args.q_tile + in_group
+            for query in range(entry[3]):
                 total -= np.float64(load_number(at.workspace + args.at_sink_terms + (first + query * args.group) * itemsize))
         store_number(at.dsinks + head * args.dsinks_head, number(total))
 
@@ -627,7 +648,7 @@ def build(kernel: Kernel):
             store_number(lse2 + i * itemsize, row_lse2)
             store_number(delta + i * itemsize, row_delta)
             store_int32(slots + i * 4, slot)
-        load_rows(args, at, batch, kv_head * args.group, first_row, n_panels, lse2, work)
+        load_rows(args, at, entry, batch, kv_head * args.group, first_row, n_panels, lse2, work)
         list_bands(args, entry, first_row, n_panels, lse2, work)
         list_panels(args, at, entry, batch, kv_head, first_row, n_panels, work)
         first, last = args.seqlen_k, 0
@@ -718,14 +739,17 @@ def build(kernel: Kernel):
         """Take work items until there are none."""
         args, at = arguments_at(args_address), addresses_at(addresses_address)
         heads = args.batch * args.kv_heads
+        row_items, key_items = heads * args.q_tiles, heads * args.kv_tiles
+        if packed:
+            row_items, key_items = args.kv_heads * args.row_tiles, args.kv_heads * args.key_tiles
         item = next_item(counter)
         if phase == 0:
-            while item < heads * args.q_tiles:
+            while item < row_items:
                 prepare_rows(args, at, item)
                 item = next_item(counter)
         elif phase == 1:
             list_packed_rows(args, work)
-            items = heads * args.kv_tiles if args.needs_q | args.needs_k | args.needs_v else 0
+            items = key_items if args.needs_q | args.needs_k | args.needs_v else 0
             while item < items:
                 differentiate(args, at, item, work)
                 item = next_item(counter)

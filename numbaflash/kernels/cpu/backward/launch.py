@@ -11,7 +11,7 @@ from numba.core.ccallback import CFunc
 
 from ....dispatch import Plan, operands
 from ....toolchain.log import logger
-from .. import cache, driver
+from .. import cache, driver, packed
 from .. import launch as threads_of
 from ..config import Kernel
 from ..scores import signed_seed
@@ -56,7 +56,10 @@ def build_kernels(plan) -> dict[str, bool]:
 def plan_for(problem, layouts, device, threads: int) -> Plan:
     """Tiles and threads of a problem when so many threads are to be had; nothing is compiled."""
     choice = config.choose(problem, threads)
-    grid = (problem.batch * problem.kv_heads * -(-problem.seqlen_k // choice.kv_tile),)
+    kv_tiles = problem.batch * -(-problem.seqlen_k // choice.kv_tile)
+    if problem.packed:  # at most
+        kv_tiles = problem.total_k // choice.kv_tile + problem.batch + 2
+    grid = (problem.kv_heads * kv_tiles,)
     workspace = sum(workspace_sizes(problem, choice, layouts.dq is not None).values())
     return Plan(
         *("cpu", problem, device, layouts, choice, grid),
@@ -95,10 +98,29 @@ def _prepare(plan):
         values = [addresses[place] for place in places]
         if has_seed:
             values[seed_place] = signed_seed(values[seed_place])
+        told, here = np.array([tuple(values)], ADDRESSES), args
+        if plan.problem.packed:
+            here, tables = _pack(plan, args, told)  # which live as long as the call
         with threads_of.using(plan.threads) as threads:
-            run(address, args, np.array([tuple(values)], ADDRESSES), threads)
+            run(address, here, told, threads)
 
     return launch
+
+
+def _pack(plan, args, addresses):
+    """(arguments of this call, tables): the sequences read, and the tables put in the place of their boundaries.
+
+    Threads take tiles of keys in the order of their numbers: a tile of rows is waited for in that order.
+    """
+    problem, config = plan.problem, plan.config
+    table = packed.entries(problem, *threads_of.read_boundaries(plan, addresses), config.q_tile)
+    rows = packed.list_tiles(table[:, 2] * problem.group, config.q_tile)
+    keys = packed.list_tiles(table[:, 3], config.kv_tile)
+    tiles = np.concatenate([rows, keys[np.argsort(keys[:, 1], kind="stable")]])
+    addresses["cu_seqlens_q"], addresses["cu_seqlens_k"] = table.ctypes.data, tiles.ctypes.data
+    here = args.copy()
+    here["row_tiles"], here["key_tiles"] = len(rows), len(keys)
+    return here, (table, tiles)
 
 
 def resources(plan) -> dict:

@@ -14,16 +14,18 @@ import numpy as np
 from numbaflash import toolchain
 from numbaflash.dispatch import BackwardLayouts, Device, Launch, Layout, Plan, contiguous_strides, operands
 from numbaflash.kernels import simt
-from numbaflash.problem import ITEMSIZE, Problem
+from numbaflash.problem import DIFFERENTIABLE_OPTIONS, ITEMSIZE, Problem
 from numbaflash.toolchain import simulator
 
+from .. import grid
 from ..options import FEATURES, as_bits, product_factor
 from .config import Config, choose_config
 
 _BUILD = "numbaflash.kernels.simt.backward."
 _MOST_TILES = 2**31 - 1
 _L2_BYTES = 16 * 2**20  # what the query heads that run together read and add to; as in `simt`
-_NOTHING = {rank: Layout((0,) * rank, (0,) * rank) for rank in (3, 4)}
+OF_OPTIONS = tuple(f"d{name}" for name in DIFFERENTIABLE_OPTIONS)
+_NOTHING = {rank: Layout((0,) * rank, (0,) * rank) for rank in (2, 3, 4)}
 
 
 def supports(problem: Problem, device: Device) -> tuple[str, ...]:
@@ -31,10 +33,13 @@ def supports(problem: Problem, device: Device) -> tuple[str, ...]:
     reasons = list(simt.supports(problem, device, FEATURES))
     if problem.left is not None and problem.seqlen_k - problem.offset + problem.left >= 2**31 - 256:
         reasons.append("the last key's last query, seqlen_k - offset + left, must stay within int32")
-    if problem.batch * problem.heads * -(-problem.seqlen_q // 4) > _MOST_TILES:
-        reasons.append(f"batch * heads * seqlen_q / 4 must be at most {_MOST_TILES}")
-    if problem.batch * problem.kv_heads * -(-problem.seqlen_k // 8) > _MOST_TILES:
-        reasons.append(f"batch * kv_heads * seqlen_k / 8 must be at most {_MOST_TILES}")
+    for name, heads, tiles, rows in (
+        ("heads", problem.heads, grid.q_tiles(problem, 4), "q / 4"),
+        ("kv_heads", problem.kv_heads, grid.kv_tiles(problem, 8), "k / 8"),
+    ):
+        if grid.columns(problem, heads) * tiles > _MOST_TILES:
+            told = f"{name} * (total_{rows} + batch + 2)" if problem.packed else f"batch * {name} * seqlen_{rows}"
+            reasons.append(f"{told} must be at most {_MOST_TILES}")
     if problem.bias and math.prod(problem.bias[:2]) * -(-problem.bias[2] // 4) * -(-problem.bias[3] // 8) > _MOST_TILES:
         reasons.append(f"a bias must have at most {_MOST_TILES} * 32 elements")
     return tuple(reasons)
@@ -47,7 +52,7 @@ def plan(problem: Problem, layouts: BackwardLayouts, device: Device, determinist
 
 def plan_of_config(problem: Problem, layouts: BackwardLayouts, device: Device, config: Config, deterministic: bool = False) -> Plan:
     """The plan of a given config."""
-    blocks = -(-problem.seqlen_k // config.kv_tile) * problem.batch * problem.kv_heads
+    blocks = grid.kv_tiles(problem, config.kv_tile) * grid.columns(problem, problem.kv_heads)
     return Plan(
         "simt",
         problem,
@@ -68,11 +73,11 @@ class _Workspace:
     queries, elements of a tile), both in the compute dtype, ``turns`` (1 + tiles of queries) in int32. Only what is needed."""
 
     def __init__(self, problem: Problem, config: Config):
-        heads = problem.batch * problem.heads
-        self.q_tiles = -(-problem.seqlen_q // config.q_tile)
+        heads = grid.columns(problem, problem.heads)
+        self.q_tiles = grid.q_tiles(problem, config.q_tile)
         self.tiles = heads * self.q_tiles
         self.size = 0
-        self.delta = self._array(config.compute, (heads, problem.seqlen_q), config.with_delta)
+        self.delta = self._array(config.compute, (heads, problem.total_q if problem.packed else problem.seqlen_q), config.with_delta)
         self.sums = self._array(config.compute, (self.tiles, config.sums * config.threads), config.with_dq)
         self.turns = self._array("int32", (1 + self.tiles,), config.ordered)
 
@@ -95,8 +100,9 @@ def launches(plan: Plan) -> list[tuple[toolchain.KernelRequest, list, int, int]]
     workspace = _Workspace(problem, config)
 
     def array(name):
-        layout = getattr(layouts, name) or _NOTHING[3 if name == "dlse" else 4]
-        return toolchain.Array(name, as_bits(problem.dtype_of(name)), layout.shape, layout.strides)
+        layout = getattr(layouts, name) or _NOTHING[(3 if name == "dlse" else 4) - problem.packed]
+        dtype = as_bits(problem.dtype_of(name))
+        return toolchain.Array(name, dtype, layout.shape, layout.strides) if name in OF_OPTIONS else simt.array(name, dtype, layout, problem)
 
     def kernel(build, config):
         return toolchain.KernelRequest(_BUILD + build, config, plan.device.capability)
@@ -109,13 +115,15 @@ def launches(plan: Plan) -> list[tuple[toolchain.KernelRequest, list, int, int]]
 
     factor, kernels = real(product_factor(problem, config.compute, config.options)), []
     first_and_last = [int32(key) for key in simt.band(problem)]
-    kv_tiles = -(-problem.seqlen_k // config.kv_tile)
+    kv_tiles = grid.kv_tiles(problem, config.kv_tile)
     options = config.of_products.options.arguments(problem, layouts, config.compute, config.unit)
+    packing = config.of_rows.options.arguments(problem, layouts, config.compute, config.unit)
     if config.with_delta:
-        parameters = [*map(array, ("dout", "out", "lse", "dlse")), workspace.delta, workspace.sums, workspace.turns, int32(workspace.q_tiles)]
+        arrays = *map(array, ("dout", "out", "lse", "dlse")), workspace.delta, workspace.sums, workspace.turns
+        parameters = [*arrays, int32(workspace.q_tiles), *packing]
         kernels.append((kernel("rows:build_delta", config.of_rows), parameters, workspace.tiles, 0))
     if plan.grid[0] and config.with_products:
-        columns = problem.batch * problem.kv_heads
+        columns = grid.columns(problem, problem.kv_heads)
         parameters = [
             *map(array, ("dout", "q", "k", "v", "lse", "dk", "dv")),
             workspace.delta,
@@ -134,7 +142,7 @@ def launches(plan: Plan) -> list[tuple[toolchain.KernelRequest, list, int, int]]
         kernels.append((kernel("gradients:build", config.of_products), parameters, plan.grid[0], plan.shared_bytes))
     if config.with_dq:
         scale = 1.0 if config.options.softcap else 1.0 / config.unit  # what ds k, k times the factor of the scores, needs to be dq
-        parameters = [array("dq"), workspace.sums, real(scale), int32(workspace.q_tiles)]
+        parameters = [array("dq"), workspace.sums, real(scale), int32(workspace.q_tiles), *packing]
         kernels.append((kernel("rows:build_dq", config.of_rows), parameters, workspace.tiles, 0))
     if config.with_dsinks:
         of_rows = config.of_sinks.options.arguments(problem, layouts, config.compute, config.unit)

@@ -177,7 +177,8 @@ class Config(Elements):
     def of_rows(self) -> Config:
         """What the kernels before and after the products depend on."""
         names = ("vectors", "asynchronous", "bounded_left", "bounded_right", "with_dk", "with_dv", "with_dbias", "with_dsinks")
-        return replace(self, depth=0, depth_v=0, min_blocks=1, dbias_axes=(True, True), options=Options(), **dict.fromkeys(names, False))
+        kept = {"dbias_axes": (True, True), "options": self.options.of_packing}
+        return replace(self, depth=0, depth_v=0, min_blocks=1, **kept, **dict.fromkeys(names, False))
 
     @property
     def of_sinks(self) -> Config:
@@ -302,7 +303,7 @@ def config_of_tile(tile: Tile, problem: Problem, layouts: BackwardLayouts, devic
         with_dq=layouts.dq is not None,
         with_dk=layouts.dk is not None,
         with_dv=layouts.dv is not None,
-        ordered=deterministic and layouts.dq is not None and problem.seqlen_k > tile.kv_tile,
+        ordered=deterministic and layouts.dq is not None and (problem.total_k if problem.packed else problem.seqlen_k) > tile.kv_tile,
         with_dbias=layouts.dbias is not None,
         with_dsinks=layouts.dsinks is not None,
         dbias_axes=(True, True) if layouts.dbias is None else tuple(n > 1 for n in layouts.dbias.shape[2:]),

@@ -21,10 +21,11 @@ import numba
 from numba import cuda, int32
 
 from numbaflash.kernels.schedule import tile_order
+from numbaflash.problem import PACKED
 from numbaflash.ptx import cp_async
 from numbaflash.toolchain import KernelSource
 
-from .. import scores
+from .. import packed, scores
 from .. import tiles as shared_tiles
 from . import tiles, walk
 from .config import Config
@@ -69,6 +70,11 @@ def build(config: Config) -> KernelSource:
         tiles.add_transposed(config, share, dim, tiles.MARKED) for share, dim in ((config.dv, config.dim_v), (config.dk, config.dim))
     )
     add_dq_marked = tiles.add_dq(config, tiles.MARKED)
+    is_packed = options_of.packed
+    if is_packed:
+        entries, (ascends_q, ascends_k) = packed.entries(config), (packed.ascends(config, name) for name in PACKED)
+        bisect = packed.bisect(config, PACKED[1], config.kv_tile)
+        entry_of_tile = packed.entry_of_tile(config, *PACKED[::-1], config.kv_tile, config.q_tile)
     commit, wait = cp_async.commit, cp_async.wait
 
     real, vector, step = t.real, config.vector, config.step
@@ -126,6 +132,20 @@ def build(config: Config) -> KernelSource:
         kv_block = int32(kv_tiles - 1 - block)  # first keys first: with a causal mask most queries see them
         kv_heads, heads = int32(k.shape[2]), int32(q.shape[2])
         batch, kv_head = batch_kv_head // kv_heads, batch_kv_head % kv_heads
+        if is_packed:
+            ascending_q, ascending_k = int32(1), int32(1)
+            for entry in range(thread, entries(options), threads):
+                ascending_q &= ascends_q(entry, q.shape[1], options)
+                ascending_k &= ascends_k(entry, k.shape[1], options)
+            ascending_q, ascending_k = cuda.syncthreads_and(ascending_q), cuda.syncthreads_and(ascending_k)
+            low, high = int32(0), entries(options)
+            while high - low > 1:
+                low, high = bisect(low, high, kv_block, k.shape[1], options)
+            batch, kv_block, first_key, keys, first_row, queries, first_tile, _ = entry_of_tile(
+                low, kv_block, k.shape[1], q.shape[1], ascending_k, ascending_q, options
+            )
+            q, dout, lse = q[:, first_row : first_row + queries], dout[:, first_row : first_row + queries], lse[:, :, first_row : first_row + queries]
+            k, v, delta = k[:, first_key : first_key + keys], v[:, first_key : first_key + keys], delta[:, first_row : first_row + queries]
         seqlen_q, seqlen_k = int32(q.shape[1]), int32(k.shape[1])
         if with_lengths:
             seqlen_q, seqlen_k = lengths(seqlen_q, seqlen_k, batch, options)
@@ -173,8 +193,12 @@ def build(config: Config) -> KernelSource:
             thread = afresh(thread)
             s_query, s_key, q_swizzle, k_swizzle = place_scores(thread)
             first_q = int32(q_block * q_tile)
-            batch_head = int32(batch * heads + head)
-            q_number = int32(batch_head * q_tiles + q_block)
+            if is_packed:
+                batch_head = int32(head)
+                q_number = int32(head * q_tiles + first_tile + q_block)
+            else:
+                batch_head = int32(batch * heads + head)
+                q_number = int32(batch_head * q_tiles + q_block)
             if asynchronous:
                 wait()
             cuda.syncthreads()  # q and dout are here; nobody reads p and ds any more, everyone has added to dq
@@ -297,7 +321,8 @@ def build(config: Config) -> KernelSource:
             cuda.syncthreads()  # nobody reads q and dout any more
             thread = afresh(thread)
             if walks_down:
-                head, q_block = step_down(q_number, first_q, q_tiles, batch * heads, stop_head, group, first_k, band_last)
+                heads_before = 0 if is_packed else batch * heads
+                head, q_block = step_down(q_number, first_q, q_tiles, heads_before, stop_head, group, first_k, band_last)
             else:
                 head, q_block = step_up(head, q_block, first_block, stop_block)
             if head < stop_head:
@@ -342,9 +367,13 @@ def build(config: Config) -> KernelSource:
         thread = afresh(thread)
         if with_dk:
             dk_key, dk_column, _, _ = place_dk(thread)
+            if is_packed:
+                dk_out = dk_out[:, first_key : first_key + seqlen_k]
             store_dk(dk_out, batch, first_k + dk_key, kv_head, dk_column, dk, scale)
         if with_dv:
             dv_key, dv_column, _, _ = place_dv(thread)
+            if is_packed:
+                dv_out = dv_out[:, first_key : first_key + seqlen_k]
             store_dv(dv_out, batch, first_k + dv_key, kv_head, dv_column, dv, real(1.0))
 
     arrays = (t.operand,) * 4 + (t.lse,) + (t.operand,) * 2 + (t.delta, t.sums, t.turns)

@@ -7,9 +7,10 @@ import math
 import numba
 from numba import cuda, int32
 
+from numbaflash.problem import PACKED
 from numbaflash.toolchain import KernelSource
 
-from .. import scores
+from .. import packed, scores
 from . import tiles
 from .config import Config
 
@@ -17,7 +18,7 @@ from .config import Config
 def build_delta(config: Config) -> KernelSource:
     """delta = rowsum(dout * out) - dlse, and zeros in the workspace; a block for each tile of queries of each head.
 
-    The parameters: dout, out, lse, dlse; delta (batch * heads, queries), sums (tiles, elements), turns; q tiles of a head.
+    The parameters: dout, out, lse, dlse; delta (batch * heads, queries), sums (tiles, elements), turns; q tiles of a head; those of the options.
     """
     t = tiles.Types.of(config)
     dot_rows = tiles.dot_rows(config)
@@ -27,8 +28,11 @@ def build_delta(config: Config) -> KernelSource:
     threads, sums_of_thread = config.threads, config.sums
     with_dlse, with_dq, ordered = config.with_dlse, config.with_dq, config.ordered
     real, lowest = t.real, -math.inf
+    is_packed = config.options.packed
+    if is_packed:
+        entries, ascends, bisect, entry_of_tile = _searching(config)
 
-    def write_delta(dout, out, lse, dlse, delta, sums, turns, q_tiles):
+    def write_delta(dout, out, lse, dlse, delta, sums, turns, q_tiles, *options):
         tile = int32(cuda.blockIdx.x)
         batch_head, q_block = tile // q_tiles, tile % q_tiles
         heads = int32(dout.shape[2])
@@ -37,6 +41,19 @@ def build_delta(config: Config) -> KernelSource:
         warp, lane = thread // warp_size, thread % warp_size
         lane_m = (lane & 1) | (lane >> lane_bits) << 1
         lane_n = (lane >> 1) & (lanes_n - 1)
+        if is_packed:
+            ascending = int32(1)
+            for entry in range(thread, entries(options), threads):
+                ascending &= ascends(entry, dout.shape[1], options)
+            ascending = cuda.syncthreads_and(ascending)
+            low, high = int32(0), entries(options)
+            while high - low > 1:
+                low, high = bisect(low, high, q_block, dout.shape[1], options)
+            batch, q_block, first_row, queries, _, _, _, _ = entry_of_tile(low, q_block, dout.shape[1], 0, ascending, 1, options)
+            dout, out = dout[:, first_row : first_row + queries], out[:, first_row : first_row + queries]
+            lse, delta = lse[:, :, first_row : first_row + queries], delta[:, first_row : first_row + queries]
+            if with_dlse:
+                dlse = dlse[:, :, first_row : first_row + queries]
 
         for first in range(0, q_tile, rows_at_once):
             row = int32(q_block * q_tile + first + warp * lanes_m + lane_m)
@@ -55,30 +72,51 @@ def build_delta(config: Config) -> KernelSource:
             if tile == 0:
                 turns[0] = 0
 
-    signature = numba.types.void(t.operand, t.operand, t.lse, t.lse, t.delta, t.sums, t.turns, numba.types.int32)
+    arrays = t.operand, t.operand, t.lse, t.lse, t.delta, t.sums, t.turns
+    signature = numba.types.void(*arrays, numba.types.int32, scores.option_types(config))
     return KernelSource(write_delta, signature, threads=threads)
 
 
 def build_dq(config: Config) -> KernelSource:
     """dq out of the sums in the workspace; a block for each tile of queries of each head.
 
-    The parameters: dq, sums, the factor of the sums, q tiles of a head.
+    The parameters: dq, sums, the factor of the sums, q tiles of a head; those of the options.
     """
     t = tiles.Types.of(config)
     load_sums, store_rows = tiles.load_sums(config), tiles.store_rows(config, config.dq, 1)
-    place, q_tile = tiles.place(config, config.dq, 1, config.vector), config.q_tile
+    place, q_tile, threads = tiles.place(config, config.dq, 1, config.vector), config.q_tile, config.threads
+    is_packed = config.options.packed
+    if is_packed:
+        entries, ascends, bisect, entry_of_tile = _searching(config)
 
-    def write_dq(dq, sums, factor, q_tiles):
+    def write_dq(dq, sums, factor, q_tiles, *options):
         tile = int32(cuda.blockIdx.x)
         batch_head, q_block = tile // q_tiles, tile % q_tiles
         heads = int32(dq.shape[2])
         batch, head = batch_head // heads, batch_head % heads
         thread = int32(cuda.threadIdx.x)
+        if is_packed:
+            ascending = int32(1)
+            for entry in range(thread, entries(options), threads):
+                ascending &= ascends(entry, dq.shape[1], options)
+            ascending = cuda.syncthreads_and(ascending)
+            low, high = int32(0), entries(options)
+            while high - low > 1:
+                low, high = bisect(low, high, q_block, dq.shape[1], options)
+            batch, q_block, first_row, queries, _, _, _, _ = entry_of_tile(low, q_block, dq.shape[1], 0, ascending, 1, options)
+            dq = dq[:, first_row : first_row + queries]
         query, column, _, _ = place(thread)
         store_rows(dq, batch, q_block * q_tile + query, head, column, load_sums(sums, tile, thread), factor)
 
-    signature = numba.types.void(t.operand, t.sums, t.real, numba.types.int32)
-    return KernelSource(write_dq, signature, threads=config.threads)
+    signature = numba.types.void(t.operand, t.sums, t.real, numba.types.int32, scores.option_types(config))
+    return KernelSource(write_dq, signature, threads=threads)
+
+
+def _searching(config):
+    """What finds the sequence of a tile of queries."""
+    name = PACKED[0]
+    finding = packed.bisect(config, name, config.q_tile), packed.entry_of_tile(config, *PACKED, config.q_tile, config.q_tile)
+    return packed.entries(config), packed.ascends(config, name), *finding
 
 
 def build_dsinks(config: Config) -> KernelSource:
@@ -88,13 +126,23 @@ def build_dsinks(config: Config) -> KernelSource:
     """
     t = tiles.Types.of(config)
     of_sink, lengths, with_lengths = scores.of_sink(config), scores.lengths(config), config.options.lengths
-    threads, real = config.threads, t.real
+    threads, real, is_packed = config.threads, t.real, config.options.packed
+    if is_packed:
+        entries, ascends, span = packed.entries(config), packed.ascends(config, PACKED[0]), packed.span(config, PACKED[0])
 
     def write_dsinks(dsinks, lse, delta, *options):
         head, thread = int32(cuda.blockIdx.x), int32(cuda.threadIdx.x)
         sums = cuda.shared.array(0, real)  # an element a thread
         total = real(0.0)
-        for batch in range(int32(lse.shape[0])):
+        batches = int32(lse.shape[0])
+        if is_packed:  # all sequences are rows of one batch entry
+            ascending = int32(1)
+            for entry in range(thread, entries(options), threads):
+                ascending &= ascends(entry, lse.shape[2], options)
+            batches = int32(cuda.syncthreads_and(ascending))
+            first_row, end_row = span(lse.shape[2], options)
+            lse, delta = lse[:, :, first_row:end_row], delta[:, first_row:end_row]
+        for batch in range(batches):
             seqlen_q = int32(lse.shape[2])
             if with_lengths:
                 seqlen_q, _ = lengths(seqlen_q, seqlen_q, batch, options)
