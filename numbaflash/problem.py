@@ -797,9 +797,10 @@ def trim_keys(problem: Problem) -> tuple[Problem, int]:
     """The same problem over only those keys that some query may see, and the number of keys before them.
 
     What no query may see then lies outside the problem: whatever it holds cannot reach a result. A mask and a bias are cut like the keys (their
-    shapes here say so); dropout goes on counting keys from the first of all. Where the place of a query depends on lengths, nothing is cut.
+    shapes here say so); dropout goes on counting keys from the first of all. Where the place of a query depends on lengths, or sequences are packed,
+    nothing is cut.
     """
-    if not problem.seqlen_q or not problem.seqlen_k or problem.offset_per_entry:
+    if not problem.seqlen_q or not problem.seqlen_k or problem.offset_per_entry or problem.packed:
         return problem, 0
     first = 0 if problem.left is None else min(max(0, problem.offset - problem.left), problem.seqlen_k)
     end = problem.seqlen_k if problem.right is None else max(0, min(problem.seqlen_k, problem.seqlen_q + problem.offset + problem.right))

@@ -1,4 +1,4 @@
-"""Cases of packed sequences, run by a family on NumPy arrays and compared with the reference; results lie between guards."""
+"""Cases of packed sequences, run by a family and compared with the reference; results lie between guards."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 import numbaflash
-from numbaflash import dispatch, reference
-from numbaflash.problem import make_packed_problem
+from numbaflash import dispatch, reference, testing
+from numbaflash.problem import PACKED, make_packed_problem
+from numbaflash.testing import libraries
+from numbaflash.testing.values import decode, encode
 
-TOLERANCE = {"float16": 4e-3, "float32": 2e-5, "float64": 1e-12}
+TOLERANCE = {"bfloat16": 3e-2, "float16": 4e-3, "float32": 2e-5, "float64": 1e-12}
 """Of results about 1 in size."""
 GUARD = 3
 """Rows before and after each result, which must stay as they are."""
@@ -47,70 +49,101 @@ class PackedCase:
     steps: tuple[int, int] = (1, 1)
     seed: int = 0
 
-    def run(self, family: str) -> None:
-        """Forward and gradients; AssertionError where they are not the reference's."""
+    def inputs(self):
+        """(problem, values by operand in float64, as the dtypes have them, what a call takes by keyword beside arrays)."""
         rng = np.random.default_rng(self.seed)
         totals = [b + sum(n) + a for n, b, a in zip((self.lengths_q, self.lengths_k), self.before, self.after, strict=True)]
         made = [np.concatenate([[b], b + np.cumsum(n, dtype=int)]) for n, b in zip((self.lengths_q, self.lengths_k), self.before, strict=True)]
-        bounds = [np.array(n).astype(dtype) for n, dtype in zip(self.boundaries or made, self.length_dtypes, strict=True)]
-        bounds = [np.repeat(x[:: step // abs(step)], abs(step))[::step] for x, step in zip(bounds, self.steps, strict=True)]
+        told = dict(zip(PACKED, self.boundaries or made, strict=True))
         shapes = (totals[0], self.heads, self.head_dim), (totals[1], self.kv_heads, self.head_dim), (totals[1], self.kv_heads, self.head_dim_v)
-        q, k, v = (rng.standard_normal(shape).astype(self.dtype) for shape in shapes)
-        dout = rng.standard_normal((totals[0], self.heads, self.head_dim_v)).astype(self.dtype)
-        for x, ends in ((q, made[0]), (dout, made[0]), (k, made[1]), (v, made[1])):
+        arrays = {name: rng.standard_normal(shape) for name, shape in zip("qkv", shapes, strict=True)}
+        arrays["dout"] = rng.standard_normal((totals[0], self.heads, self.head_dim_v))
+        for name, ends in (("q", made[0]), ("dout", made[0]), ("k", made[1]), ("v", made[1])):
             if self.boundaries is None:
-                x[: ends[0]] = x[ends[-1] :] = np.nan
-        lse_dtype = "float64" if self.dtype == "float64" else "float32"
-        dlse = rng.standard_normal((self.heads, totals[0])).astype(lse_dtype)
-        arrays = {}
+                arrays[name][: ends[0]] = arrays[name][ends[-1] :] = np.nan
+        arrays["dlse"] = rng.standard_normal((self.heads, totals[0]))
         if self.alibi:
-            arrays["alibi_slopes"] = rng.random((len(bounds[0]) - 1, self.heads)).astype(np.float32)
+            arrays["alibi_slopes"] = rng.random((len(made[0]) - 1, self.heads))
         if self.sinks:
-            arrays["sinks"] = rng.standard_normal(self.heads).astype(lse_dtype)
+            arrays["sinks"] = rng.standard_normal(self.heads)
         options = {"causal": self.causal, "window": self.window, "scale": self.scale, "softcap": self.softcap, "dropout": self.dropout}
         options |= dict(zip(("max_seqlen_q", "max_seqlen_k"), self.max_seqlens, strict=True))
-        told = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), bounds, strict=True))
-        described = {name: (x.shape, x.dtype.name) for name, x in (told | arrays).items()}
+        dtypes = dict(zip(PACKED, self.length_dtypes, strict=True)) | {"alibi_slopes": "float32", "sinks": self.lse_dtype}
+        described = {name: (np.shape(x), dtypes[name]) for name, x in (told | arrays).items() if name in dtypes}
         problem = make_packed_problem(*shapes, (self.dtype,) * 3, **described, **options)
+        values = {name: decode(encode(x, problem.dtype_of(name)), problem.dtype_of(name)) for name, x in arrays.items()}
+        return problem, values | {name: np.array(x) for name, x in told.items()}, options
+
+    @property
+    def lse_dtype(self) -> str:
+        return "float64" if self.dtype == "float64" else "float32"
+
+    def run(self, family: str, library: str = "numpy", gradients: bool = True) -> None:
+        """Forward and gradients; AssertionError where they are not the reference's."""
+        problem, values, options = self.inputs()
+        given = {name: _array(x, problem.dtype_of(name), library) for name, x in values.items()}
+        if library == "numpy":
+            for name, step in zip(PACKED, self.steps, strict=True):
+                given[name] = np.repeat(given[name][:: step // abs(step)], abs(step))[::step]
+        of_forward = {name: given[name] for name in ("q", "k", "v", *problem.options)}
+        arguments = {name: x for name, x in values.items() if name in problem.options}
+        q, k, v, dout, dlse = (values[name] for name in ("q", "k", "v", "dout", "dlse"))
+        seed = 7 if self.dropout else None
         with dispatch.use_family(family):
-            out, lse = _guarded(problem.out_shape, self.dtype, 0), _guarded(problem.lse_shape, lse_dtype, 1)
-            seed = 7 if self.dropout else None
-            numbaflash.forward_varlen(q, k, v, *bounds, **options, **arrays, seed=seed, out=out.inner, lse=lse.inner)
-            wanted, wanted_lse = reference.forward(problem, q, k, v, seed=7, **told, **arrays)
+            out, lse = (_Guarded.of(problem, name, library) for name in ("out", "lse"))
+            numbaflash.forward_varlen(**of_forward, **options, seed=seed, out=out.inner, lse=lse.inner)
+            wanted, wanted_lse = reference.forward(problem, q, k, v, seed=7, **arguments)
             self._compare({"out": (out, wanted), "lse": (lse, wanted_lse)})
-            given = {f"d{name}": _guarded(problem.shape_of(name), problem.dtype_of(name), 0) for name in self.needs}
-            needed = {"needs": self.needs, "deterministic": self.deterministic, "dlse": dlse, "seed": seed}
-            results = {name: each.inner for name, each in given.items()}
-            numbaflash.backward_varlen(dout, q, k, v, out.inner, lse.inner, *bounds, **options, **arrays, **needed, **results)
-        gradients = dict(zip(problem.gradients, reference.backward(problem, dout, q, k, v, dlse, seed=7, **told, **arrays), strict=True))
-        self._compare({name: (each, gradients[name[1:]]) for name, each in given.items()})
+            if not gradients:
+                return
+            found = {f"d{name}": _Guarded.of(problem, f"d{name}", library) for name in self.needs}
+            more = {"needs": self.needs, "deterministic": self.deterministic, "dlse": given["dlse"], "seed": seed}
+            results = {name: each.inner for name, each in found.items()}
+            numbaflash.backward_varlen(given["dout"], **of_forward, out=out.inner, lse=lse.inner, **options, **more, **results)
+        exact = dict(zip(problem.gradients, reference.backward(problem, dout, q, k, v, dlse, seed=7, **arguments), strict=True))
+        self._compare({name: (each, exact[name[1:]]) for name, each in found.items()})
 
     def _compare(self, results):
         for name, (got, want) in results.items():
             size = max(1.0, np.abs(want[np.isfinite(want)]).max(initial=0))
-            np.testing.assert_allclose(got.inner, want, rtol=0, atol=TOLERANCE[self.dtype] * size, err_msg=name)
+            np.testing.assert_allclose(got.values(), want, rtol=0, atol=TOLERANCE[self.dtype] * size, err_msg=name)
             got.check(name)
+
+
+def _array(values, dtype, library):
+    """An array of a library."""
+    memory = testing.Memory.filled(dtype, values.shape, testing.Placement(), 0)
+    memory.view()[...] = encode(values, dtype)
+    if library == "numpy":
+        return np.array(memory.view().view(dtype))  # writable, as results must be
+    return libraries.make(memory, library)[1]
 
 
 @dataclass(frozen=True)
 class _Guarded:
-    whole: np.ndarray
-    inner: np.ndarray
+    """An array of NaN, between rows along an axis that nobody may write to."""
+
+    whole: object
+    inner: object
     axis: int
 
+    @classmethod
+    def of(cls, problem, name, library):
+        # Rows of the LSE apart from each other are strides that kernels may copy for.
+        shape, axis = problem.shape_of(name), int(name == "lse" and library == "numpy")
+        within = (slice(None),) * axis + (slice(GUARD, -GUARD),)
+        values = np.full([n + 2 * GUARD if at == axis else n for at, n in enumerate(shape)], 77.0)
+        values[within] = np.nan
+        whole = _array(values, problem.dtype_of(name), library)
+        return cls(whole, whole[within], axis)
+
+    def values(self):
+        return libraries.to_numpy(self.inner)
+
     def check(self, name):
+        whole = libraries.to_numpy(self.whole)
         for part in (slice(0, GUARD), slice(-GUARD, None)):
-            beyond = self.whole[(slice(None),) * self.axis + (part,)]
-            assert (beyond == 77).all(), f"{name} was written beyond its rows"
-
-
-def _guarded(shape, dtype, axis) -> _Guarded:
-    """An array of NaN, between rows along an axis that nobody may write to."""
-    wide = [n + 2 * GUARD if at == axis else n for at, n in enumerate(shape)]
-    whole = np.full(wide, 77, dtype)
-    inner = whole[(slice(None),) * axis + (slice(GUARD, -GUARD),)]
-    inner[...] = np.nan
-    return _Guarded(whole, inner, axis)
+            assert (whole[(slice(None),) * self.axis + (part,)] == 77).all(), f"{name} was written beyond its rows"
 
 
 EVERYTHING = {

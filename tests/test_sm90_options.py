@@ -12,13 +12,15 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
+import packed
 import pytest
 
-from numbaflash import dispatch, testing, toolchain
+from numbaflash import dispatch, reference, testing, toolchain
 from numbaflash.dispatch import BackwardLayouts, Device, Layout, Layouts, contiguous_strides
-from numbaflash.kernels import bands, sm90
+from numbaflash.kernels import bands, packing, sm90
 from numbaflash.kernels.bands import Band, KeyBand
 from numbaflash.kernels.sm90 import backward
+from numbaflash.kernels.sm90 import packed as sequences
 from numbaflash.kernels.sm90 import scores as bodies
 from numbaflash.kernels.sm90.backward import bias, passes
 from numbaflash.kernels.sm90.backward import scores as key_scores
@@ -27,7 +29,7 @@ from numbaflash.kernels.sm90.backward.scores import KeyScores
 from numbaflash.kernels.sm90.config import MAX_SHARED, SharedMemory, forward_config
 from numbaflash.kernels.sm90.options import KEYS_OF_A_DRAW, kernel_keys
 from numbaflash.kernels.sm90.scores import LOG2E, Scores
-from numbaflash.problem import ITEMSIZE, make_problem, trim_keys
+from numbaflash.problem import ITEMSIZE, make_packed_problem, make_problem, trim_keys
 from numbaflash.ptx import straight
 from numbaflash.testing import BackwardCase, Case, Placement
 from numbaflash.testing.accuracy import spread_nonfinite
@@ -108,7 +110,7 @@ def vectorised(result, argtypes, body):
 @pytest.fixture
 def vectors(monkeypatch):
     """Bodies become functions of arrays."""
-    for module in (bodies, bands, key_scores, passes, bias):
+    for module in (bodies, bands, key_scores, passes, bias, sequences):
         monkeypatch.setattr(module, "straight_line", vectorised)
     found = {"zero": lambda: np.int32(0), "following": lambda n: n + 1, "within_warp": lambda thread: thread & 31, "rows": FakeRows()}
     found |= {"warp": SimpleNamespace(ballot=np.any), "unseen": SimpleNamespace(queries_that_see=queries_that_see)}
@@ -166,9 +168,11 @@ class Model:
     """One consumer warpgroup of the forward kernel, all of its threads at once; tiles of 64 rows and blocks of 32 keys."""
 
     def __init__(self, case, **changes):
-        self.case, self.memory = case, case.memory()
-        self.problem = case.problem
-        self.layouts = lay_out(self.problem, self.memory)
+        self.memory = case.memory()
+        self.prepare(case, case.problem, lay_out(case.problem, self.memory), **changes)
+
+    def prepare(self, case, problem, layouts, **changes):
+        self.case, self.problem, self.layouts = case, problem, layouts
         self.config = config = replace(forward_config(self.problem, self.layouts), q_tile=64, kv_block=32, **changes)
         self.plain, self.first = kernel_keys(self.problem)
         VectorOps.memory = readable(*(each.bits for each in self.memory.values()))
@@ -199,23 +203,29 @@ class Model:
                         lse[batch, head * config.pack + query_head, query] = end
         return out, lse
 
-    def tile(self, q, batch, head, tile):
+    @property
+    def whole(self):
+        plain = self.plain
+        return list(np.int32([plain.seqlen_q, plain.seqlen_k, plain.offset, plain.left or 0, plain.right or 0]))
+
+    def tile(self, q, batch, head, tile, bounds=None, sequence=None):
+        """(output, LSE) of a tile of a batch entry's rows; packed ones have bounds, and a number that is not that of the entry in the arrays."""
         plain, config, options = self.plain, self.config, self.options
         batch, head, tile = np.int32(batch), np.int32(head), np.int32(tile)
-        bounds = list(np.int32([plain.seqlen_q, plain.seqlen_k, plain.offset, plain.left or 0, plain.right or 0]))
-        if config.options.lengths:
-            bounds = [np.int32(x) for x in self.bounds_of_entry(batch, bounds, options)]
+        entry = batch if sequence is None else sequence
+        if bounds is None:
+            bounds = [np.int32(x) for x in self.bounds_of_entry(batch, self.whole, options)] if config.options.lengths else self.whole
         first, end, my_first, my_end, left_border, right_border, _ = (int(x) for x in self.of_warpgroup(tile, np.int32(0), bounds))
         assert (first, end) == tuple(self.of_tile(tile, bounds))
         assert first <= my_first <= my_end <= end or my_first == my_end
         mine = np.zeros((64, plain.head_dim), np.float32)
         for row in range(64):
             query, query_head = divmod(tile * 64 + row, config.pack)
-            if query < plain.seqlen_q:
+            if query < q.shape[1]:
                 mine[row] = q[batch, query, head * config.pack + query_head]
         kv_head, row = head // (plain.group // config.pack), tile * np.int32(64) + self.row
         limits = self.limits(row, self.column, bounds)
-        seat = self.take_seat(row, self.column, batch, head, np.int32(plain.seqlen_q), bounds, options)
+        seat = self.take_seat(row, self.column, entry, head, np.int32(plain.seqlen_q) if sequence is None else bounds[0], bounds, options)
         m, l, o = np.full(64, -np.inf, np.float32), np.zeros(64, np.float32), np.zeros((64, plain.head_dim_v), np.float32)
         for j in map(np.int32, reversed(range(my_first, my_end))):
             inside = slice(j * config.kv_block, (j + 1) * config.kv_block)
@@ -254,6 +264,7 @@ class Model:
         ones = np.ones(128, np.float32)
         statistics = [*(m[self.row + r] for r in (0, 8)), *(np.where(of_quad, l[self.row + r], np.float32(0)) for r in (0, 8)), ones, ones]
         ends = self.finish(statistics, row, head, bounds[0], self.scale_log2, options)
+        self.statistics = ends
         lse, factor = np.empty(64), np.empty(64, np.float32)
         for r in (0, 1):
             lse[self.row + 8 * r], factor[self.row + 8 * r] = ends[r], ends[4 + r]
@@ -375,6 +386,76 @@ class FakeRows:
     @staticmethod
     def zero(address):
         pass
+
+
+class PackedModel(Model):
+    """The same of packed sequences: every number of a tile, in arrays of which each row may be another sequence's."""
+
+    def __init__(self, case, **changes):
+        problem, self.values, _ = case.inputs()
+        self.arrays = {name: packed._array(self.values[name], problem.dtype_of(name), "numpy") for name in problem.options}
+        self.memory = {name: SimpleNamespace(view=lambda x=x: x, bits=x.reshape(-1)) for name, x in self.arrays.items()}
+        shapes = {name: problem.shape_of(name) for name in ("q", "k", "v", "out", "lse", *problem.options)}
+        layouts = {name: Layout(shape, contiguous_strides(shape, ITEMSIZE[problem.dtype_of(name)])) for name, shape in shapes.items()}
+        # Rows of 1 are where a result is stored: an address is then a row.
+        layouts["out"] = Layout(problem.out_shape, (problem.heads, 1, 0))
+        self.out = np.full((problem.total_q * problem.heads, problem.head_dim_v), np.nan)
+        self.lse = np.full(problem.lse_shape, np.nan, np.float32)
+        self.prepare(SimpleNamespace(dropout_seed=7), problem, Layouts(**layouts), **changes)
+        VectorOps.memory += readable(self.lse.reshape(-1))
+
+    def run(self):
+        problem, config, options = self.problem, self.config, self.options
+        side = sequences.Sequences(config.options, "q", 64 // config.pack, config.right)
+        place, bisect, ascend, entries = side.place(), side.bisect(), side.ascend(), int(side.entries()(options))
+        write_lse, is_whole = sequences.write_lse(config.options, config.pack), sequences.is_whole(64 // config.pack)
+        address_of = sequences.address_of(config.options, "out", config.pack)
+        order = np.bitwise_and.reduce([int(ascend(np.int32(entry), options)) for entry in range(entries)]) & sequences.ALL_ASCEND
+        q, k, v = (np.concatenate([self.values[name], np.zeros_like(self.values[name][:1])]).astype(np.float32)[None] for name in "qkv")
+        for number, head in itertools.product(
+            range(packing.most_tiles(problem.total_q, problem.batch, 64 // config.pack)), range(problem.heads // config.pack)
+        ):
+            low, high = np.int32(0), np.int32(entries)
+            while high - low > 1:
+                low, high = (np.int32(x) for x in bisect(low, high, np.int32(number), options))
+            (sequence, tile, first, stored, first_k), bounds = (
+                [np.int32(x) for x in part] for part in place(low, np.int32(number), np.int32(order), self.whole, options)
+            )
+            assert 0 <= sequence < problem.batch and tile >= 0 and 0 <= first <= problem.total_q and 0 <= first_k <= problem.total_k
+            assert stored <= problem.total_q - first and bounds[1] <= problem.total_k - first_k
+            self.k, self.v = k[:, first_k:], v[:, first_k:]
+            out, _ = self.tile(q[:, first:], 0, head, tile, bounds, sequence)
+            row, lane = tile * np.int32(64) + self.row, np.int32(THREAD % 32)
+            write_lse(np.int64(self.lse.ctypes.data), row, lane, first, stored, np.int32(head), self.statistics, options)
+            query = tile * np.int32(64 // config.pack)
+            count = 64 // config.pack if is_whole(query, stored) else stored - query
+            address, of_row, of_head = address_of(first + query, np.int32(head), options)
+            for r in range(64):
+                if r // config.pack < count:
+                    at = address + r // config.pack * of_row + r % config.pack * of_head
+                    assert np.isnan(self.out[at]).all(), "a row is stored once"
+                    self.out[at] = out[r]
+        return self.out.reshape(problem.out_shape), self.lse
+
+
+LONG = dict(lengths_q=(70, 130, 0, 64, 3), lengths_k=(140, 65, 33, 0, 64), before=(5, 70), after=(66, 1), length_dtypes=("int64", "int32"))
+PACKED_CASES = {name: case for name, case in packed.CASES.items() if name not in ("no sequence", "no key", "float64", "strides")}
+PACKED_CASES |= {
+    "long": packed.PackedCase(**LONG),
+    "long, heads of a group share tiles": packed.PackedCase(**LONG, causal=True, heads=8, kv_heads=1),
+    "long, window": packed.PackedCase(**LONG, window=(40, 9), heads=4, kv_heads=2, scale=-0.3, sinks=True),
+    "long, every option": packed.PackedCase(**LONG | packed.EVERYTHING),
+}
+
+
+@pytest.mark.parametrize("name", PACKED_CASES)
+def test_packed_sequences(vectors, name):
+    model = PackedModel(replace(PACKED_CASES[name], dtype="bfloat16"))
+    out, lse = model.run()
+    arguments = {each: model.values[each] for each in model.problem.options}
+    want, want_lse = reference.forward(model.problem, *(model.values[each] for each in "qkv"), seed=7, **arguments)
+    np.testing.assert_allclose(out, want, atol=1e-2)
+    np.testing.assert_allclose(lse, want_lse, atol=1e-4)
 
 
 class FakeCuda:
@@ -670,6 +751,45 @@ def assert_compiles(request, parameters, grid, threads, shared_bytes):
 def test_plans_compile_without_spills(name, head_dim, options):
     made = plan(head_dim, **options, **fitted(PLANS[name], options.get("seqlen_k", S)))
     assert_compiles(sm90.request(made), sm90.parameters(made), made.grid, made.threads, made.shared_bytes)
+
+
+PACKED_PLANS = (
+    (64, {"causal": True, "kv_heads": 2}),
+    (128, {"window": (100, 50), "softcap": 30.0, "alibi_slopes": ((8, 8), "float32"), "sinks": ((8,), "float32"), "dropout": 0.1}),
+    (256, {"kinds": ("int64", "int32")}),
+)
+
+
+def packed_plan(head_dim, head_dim_v=None, *, total=32768, batch=8, heads=8, kv_heads=8, kinds=("int32", "int32"), **options):
+    q, k, v = (total, heads, head_dim), (total, kv_heads, head_dim), (total, kv_heads, head_dim_v or head_dim)
+    boundaries = {f"cu_seqlens_{side}": ((batch + 1,), kind) for side, kind in zip("qk", kinds, strict=True)}
+    problem = make_packed_problem(q, k, v, ["bfloat16"] * 3, **boundaries, **options)
+    names = ("q", "k", "v", "out", "lse", *problem.options)
+    layouts = {name: Layout(problem.shape_of(name), contiguous_strides(problem.shape_of(name), ITEMSIZE[problem.dtype_of(name)])) for name in names}
+    return sm90.plan(problem, Layouts(**layouts), H200)
+
+
+@pytest.mark.parametrize(("head_dim", "options"), PACKED_PLANS, ids=str)
+def test_packed_plans_compile_without_spills(head_dim, options):
+    made = packed_plan(head_dim, **options)
+    assert not sm90.supports(made.problem, H200)
+    assert_compiles(sm90.request(made), sm90.parameters(made), made.grid, made.threads, made.shared_bytes)
+
+
+def test_packed_plans_fit_the_hardware():
+    for options in ({}, {"causal": True, "max_seqlen_k": 500}, {"dropout": 0.1, "window": (9, 9)}):
+        for d, dv in itertools.product(range(8, 257, 24), repeat=2):
+            config = packed_plan(d, dv, **options).config
+            assert SharedMemory.of(config).total <= MAX_SHARED and config.q_tile % config.pack == 0, config
+
+
+def test_what_packed_sequences_lack():
+    for changes, reason in (({"batch": 0}, "there is no sequence"), ({"heads": 2**16, "batch": 2**15}, "in 32 bits")):
+        shape = (1024, changes.get("heads", 8), 64)
+        boundaries = {f"cu_seqlens_{side}": ((changes.get("batch", 8) + 1,), "int32") for side in "qk"}
+        problem = make_packed_problem(shape, shape, shape, ["float16"] * 3, **boundaries)
+        (found,) = sm90.supports(problem, H200)
+        assert reason in found
 
 
 def backward_plan(head_dim, head_dim_v=None, *, needs="qkv", deterministic=False, **given):

@@ -8,6 +8,7 @@ from .straight import straight_line
 
 zero = straight_line(int32, (), lambda ops: ops.integer(0))
 plus = straight_line(int32, (int32,) * 2, lambda ops, a, b: a + b)
+minus = straight_line(int32, (int32,) * 2, lambda ops, a, b: a - b)
 following = straight_line(int32, (int32,), lambda ops, n: n + 1)
 preceding = straight_line(int32, (int32,), lambda ops, n: n - 1)
 

@@ -26,6 +26,10 @@ load = instruction("ld.shared.u32 $0, [$1];", I32, U32)
 """``load(address) -> int32``"""
 
 
+keep_bits = instruction("red.shared.and.b32 [$0], $1;", VOID, U32, I32)
+"""``keep_bits(address, bits)``: clear the others, atomically."""
+
+
 def addresses(*offsets):
     """``f() -> tuple``: addresses in dynamic shared memory, offsets from its first multiple of 1024 bytes."""
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
+from numbaflash.kernels.packing import most_tiles
 from numbaflash.problem import Problem
-
-
-def most_tiles(rows: int, batch: int, tile: int) -> int:
-    """How many numbers there are for the tiles of a head of packed sequences: `numbaflash.kernels.simt.packed` numbers them."""
-    return rows // tile + batch + 2
 
 
 def q_tiles(problem: Problem, tile: int) -> int:

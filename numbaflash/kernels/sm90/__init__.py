@@ -11,10 +11,10 @@ import numpy as np
 from ... import toolchain
 from ...dispatch import Device, Launch, Layouts, Plan, missing, operands
 from ...problem import ITEMSIZE, Problem, trim_keys
-from ..sections import choose_section
-from .config import ELEMENTS, SharedMemory, forward_config, kv_blocks
+from ..sections import choose_section, fitting_section
+from .config import ELEMENTS, SharedMemory, columns, forward_config, kv_blocks, q_tiles
 from .options import FEATURES, kernel_keys
-from .tensor_maps import packed_rows_map, refusal, row_major, rows_map
+from .tensor_maps import packed_rows_map, refusal, row_major, rows_map, with_batch
 
 NONFINITE_VALUES_SPREAD = True
 """NaN or infinity in a value that some query sees may reach other queries of its tile: the tensor core multiplies it by their weight of 0."""
@@ -38,8 +38,12 @@ def supports(problem: Problem, device: Device, features: frozenset[str] = FEATUR
     for name, n in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if n % 8:
             reasons.append(f"{name} must be a multiple of 8 for TMA; it is {n}")
-    if not trim_keys(problem)[0].seqlen_k:
+    if problem.packed and not (problem.batch and problem.total_k):
+        reasons.append("there is no sequence, or no key, and a tensor map cannot be empty")
+    if not problem.packed and not trim_keys(problem)[0].seqlen_k:
         reasons.append("no query sees a key, and a tensor map cannot be empty")
+    if problem.packed and problem.heads * (problem.total_q // 64 + problem.batch + 2) >= 2**31:
+        reasons.append("it counts q tiles in 32 bits, and there may be more")
     if problem.batch * problem.heads * problem.seqlen_q >= 2**31 * 64:
         reasons.append("it counts q tiles in 32 bits, and there are more")
     return tuple(reasons)
@@ -47,7 +51,6 @@ def supports(problem: Problem, device: Device, features: frozenset[str] = FEATUR
 
 def plan(problem: Problem, layouts: Layouts, device: Device) -> Plan:
     """Choose tiles and grid, and which operands must be copied because TMA cannot read them in place."""
-    trimmed, _ = kernel_keys(problem)
     config = forward_config(problem, layouts)
     copies, seen = {}, {}
     for name in ("q", "k", "v", "out"):
@@ -61,7 +64,7 @@ def plan(problem: Problem, layouts: Layouts, device: Device) -> Plan:
     if lse is not None and lse.strides != row_major(lse, 4).strides:
         copies["lse"] = "the kernel writes it row-major"
         lse = row_major(lse, 4)
-    tiles = len(kv_blocks(trimmed, config)) * problem.batch * problem.heads // config.pack
+    tiles = q_tiles(problem, config) * columns(problem, config)
     return Plan(
         "sm90",
         problem,
@@ -112,11 +115,7 @@ def parameters(plan: Plan) -> list:
     """Kernel parameters of a plan, as the kernel lists them."""
     problem, first_key = kernel_keys(plan.problem)  # keys that no query sees are not even loaded: whatever they hold stays outside
     config, layouts = plan.config, plan.layouts
-    blocks_of_tile = kv_blocks(problem, config)
-    columns = problem.batch * problem.heads // config.pack
-    column_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype] // max(1, problem.group // config.pack)
-    costs = tuple((blocks_of_tile + _TILE_COST).tolist())
-    section = choose_section(costs, columns, plan.grid[0], column_bytes, _L2_BYTES, _SLOWER_PAST_L2, math.inf)
+    tiles, heads = q_tiles(problem, config), columns(problem, config)
     scale_log2 = math.log2(math.e) * (1.0 if config.options.changes else abs(problem.scale or _TINY_SCALE))
     integers = (
         problem.seqlen_q,
@@ -126,20 +125,31 @@ def parameters(plan: Plan) -> list:
         problem.right or 0,
         problem.heads // config.pack,
         problem.group // config.pack,
-        len(costs),
-        columns,
-        section,
-        len(costs) * columns,
+        tiles,
+        heads,
+        _section(problem, config, heads, plan.grid[0]),
+        tiles * heads,
     )
     with np.errstate(over="ignore"):
         scale = float(np.float32(scale_log2))
+    q, k, v, out = map(with_batch, (layouts.q, layouts.k, layouts.v, layouts.out))
+    keys = problem.total_k if problem.packed else problem.seqlen_k
     return [
-        packed_rows_map("q", problem.dtype, layouts.q, config.pack),
-        rows_map("k", problem.dtype, layouts.k, config.kv_block, rows=problem.seqlen_k),
-        rows_map("v", problem.dtype, layouts.v, config.kv_block, rows=problem.seqlen_k),
-        packed_rows_map("out", problem.dtype, layouts.out, config.pack),
+        packed_rows_map("q", problem.dtype, q, config.pack),
+        rows_map("k", problem.dtype, k, config.kv_block, rows=keys),
+        rows_map("v", problem.dtype, v, config.kv_block, rows=keys),
+        packed_rows_map("out", problem.dtype, out, config.pack),
         toolchain.Pointer("lse"),
         *(toolchain.Scalar("int32", n) for n in integers),
         toolchain.Scalar("float32", scale),
         *config.options.arguments(plan.problem, layouts, first_key),
     ]
+
+
+def _section(problem, config, heads, blocks):
+    """Heads whose tiles are taken together. How long tiles of packed sequences are, only the device knows."""
+    column_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype] // max(1, problem.group // config.pack)
+    if problem.packed:
+        return fitting_section(heads, column_bytes, _L2_BYTES)
+    costs = tuple((kv_blocks(problem, config) + _TILE_COST).tolist())
+    return choose_section(costs, heads, blocks, column_bytes, _L2_BYTES, _SLOWER_PAST_L2, math.inf)

@@ -8,6 +8,7 @@ import numpy as np
 
 from ...dispatch import Layouts
 from ...problem import Problem
+from ..packing import most_tiles
 from .options import Options, kernel_keys
 
 MAX_SHARED = 232448  # bytes of shared memory that a block may have on sm_90
@@ -169,6 +170,18 @@ def kv_blocks(problem: Problem, config: ForwardConfig) -> np.ndarray:
     return end - first
 
 
+def q_tiles(problem: Problem, config: ForwardConfig) -> int:
+    """Tiles of queries of a head, or of heads that share tiles; of packed sequences, over all of them."""
+    if problem.packed:
+        return most_tiles(problem.total_q, problem.batch, config.q_tile // config.pack)
+    return -(-problem.seqlen_q * config.pack // config.q_tile)
+
+
+def columns(problem: Problem, config: ForwardConfig) -> int:
+    """Heads, or heads that share tiles, over the batch."""
+    return (1 if problem.packed else problem.batch) * problem.heads // config.pack
+
+
 def packed_heads(problem: Problem, q_tile: int) -> int:
     """Query heads of a group that share a tile: a power of two up to 64.
 
@@ -236,13 +249,14 @@ def forward_config(problem: Problem, layouts: Layouts | None = None) -> ForwardC
 def option_tiles(problem: Problem, tiles: dict, options: Options) -> dict:
     """The tiles where there are options: what is read or drawn for a block takes registers, and random bits of dropout are drawn for 32 keys."""
     widest, most = max(problem.head_dim, problem.head_dim_v), tiles["kv_block"]
-    if widest <= 64 and (options.mask or options.dropout):
+    crowded = options.packed and tiles["q_tile"] == 256  # four consumers have no registers for where a sequence lies
+    if widest <= 64 and (options.mask or options.dropout or crowded):
         tiles, most = {"q_tile": 128, "q_stages": 2}, 128
     apart = any(access and not access.pairs for access in (options.mask, options.bias))  # an address for each element
     if options.dropout and options.reads:
         most = min(most, 64 if widest <= (128 if apart else 192) else 32)
     elif options.dropout:
-        most = min(most, 128 if widest <= 128 else 64)
+        most = min(most, 64 if widest > 128 else 96 if widest > 64 and options.packed and options.changes else 128)
     elif options.mask and apart and 64 < widest <= 128:
         most = min(most, 96)
     return tiles | {"kv_block": most, "hold": min(tiles.get("hold", 16), most // 4)}

@@ -23,12 +23,12 @@ from numba.cuda import types
 from numba.cuda.types import UniTuple, float32, int32, uint64, void
 
 from ...ptx import fragment, mbarrier, pipeline, shared, tma, warp, wgmma
-from ...ptx.index import following, preceding, warp_of, warpgroup_of, within_warp, zero
+from ...ptx.index import following, minus, plus, preceding, warp_of, warpgroup_of, within_warp, zero
 from ...ptx.straight import straight_line
 from ...toolchain import KernelSource
 from ..bands import BOUNDS, Band
 from ..schedule import heads_of, tile_of_turn, tile_order
-from . import unseen
+from . import packed, unseen
 from .config import INSPECTORS, ForwardConfig, SharedMemory
 from .scores import Scores, option_types
 
@@ -60,7 +60,7 @@ def build(config: ForwardConfig) -> KernelSource:
     out_panels, v_panels = memory.out_panels, memory.v_panels
     rows_panel_bytes, kv_panel_bytes = memory.rows_panel_bytes, memory.kv_panel_bytes
     options_of, inspected = config.options, config.inspected
-    band = Band(config.q_tile, kv_block, pack, has_left, has_right, padded=options_of.seqlens_q is not None)
+    band = Band(config.q_tile, kv_block, pack, has_left, has_right, padded=options_of.seqlens_q is not None or options_of.packed)
 
     # Instructions of exactly these tile shapes.
     scores = wgmma.product_shared(  # (64, kv_block) = Q (64, d) K^T (d, kv_block)
@@ -78,7 +78,7 @@ def build(config: ForwardConfig) -> KernelSource:
     p_to_16bit, out_to_16bit = fragment.to_16bit(kv_block, config.element), fragment.to_16bit(dv, config.element)
     start_statistics, finish_statistics, hold_back = fragment.start_statistics, fragment.finish_statistics, fragment.hold_back
     load_q = tma.load_panels(5, memory.qk_panels, rows_panel_bytes)
-    load_k, load_v = (tma.load_panels(4, panels, kv_panel_bytes, kv_block) for panels in (memory.qk_panels, v_panels))
+    load_k, load_v = (tma.load_panels(4, panels, kv_panel_bytes, 1 if options_of.packed else kv_block) for panels in (memory.qk_panels, v_panels))
     start, start_producer, advance, q_advance = pipeline.start(0), pipeline.start(1), pipeline.advance(stages), pipeline.advance(q_stages)
     fewer_registers, more_registers = warp.decrease_registers(config.registers[0]), warp.increase_registers(config.registers[1])
 
@@ -91,6 +91,12 @@ def build(config: ForwardConfig) -> KernelSource:
     no_words = straight_line(of_scores.words, (), lambda ops: [ops.integer(0)] * len(of_scores.words))
     hide = of_scores.hide() if hides else None
     inspect = unseen.build(config) if inspected else None
+    is_packed = options_of.packed
+    if is_packed:
+        sequences = packed.Sequences(options_of, "q", config.q_tile // pack, has_right)
+        check_order, seek, order_at = packed.check_order(sequences, config.threads), packed.seek(sequences), packed.order_at
+        write_packed_lse, is_whole = packed.write_lse(options_of, pack), packed.is_whole(64 // pack)
+        address_of_out = packed.address_of(options_of, "out", pack)
 
     # A ring's barriers stand together, Q's consumer by consumer.
     barriers = [memory.barriers + 8 * n for n in (0, q_stages * consumers, 2 * q_stages * consumers)]
@@ -106,8 +112,13 @@ def build(config: ForwardConfig) -> KernelSource:
     def q_ring_of(ops, consumer, s_q, full, empty):
         return [s_q + consumer * memory.q_stride, full + consumer * (8 * q_stages), empty + consumer * (8 * q_stages)]
 
-    def first_query_of(ops, q_block, consumer):
-        return (q_block * config.q_tile + consumer * 64) // pack
+    def first_query_of(ops, q_block, consumer, first_q):
+        query = (q_block * config.q_tile + consumer * 64) // pack
+        return first_q + query if is_packed else query
+
+    def keys_of(ops, block, first_k):
+        """A coordinate of the loads: a block, or the key at which it begins."""
+        return first_k + block * kv_block if is_packed else block
 
     def place_of_thread(ops, tid, warpgroup):
         """(consumer, thread in it, lane, first of its two rows in the tile, first column, its turn, the next one)."""
@@ -128,7 +139,7 @@ def build(config: ForwardConfig) -> KernelSource:
     staging_of = straight_line(int32, (int32,), lambda ops, consumer: consumer + STAGING)
     row_of = straight_line(int32, (int32,) * 2, lambda ops, q_block, row: q_block * config.q_tile + row)
     q_ring_of = straight_line(UniTuple(int32, 3), (int32,) * 4, q_ring_of)
-    first_query_of = straight_line(int32, (int32,) * 2, first_query_of)
+    first_query_of, keys_of = straight_line(int32, (int32,) * 3, first_query_of), straight_line(int32, (int32,) * 2, keys_of)
     place_of_thread = straight_line(UniTuple(int32, 7), (int32,) * 2, place_of_thread)
     write_lse = straight_line(void, (uint64, *(int32,) * 6, BOUNDS, fragment.STATISTICS, float32), write_lse)
 
@@ -195,10 +206,11 @@ def build(config: ForwardConfig) -> KernelSource:
         panels = min(out_panels, v_panels - part * out_panels)
         stage_part = fragment.store_matrix(dv, rows_panel_bytes, part * out_panels, panels)
         store_part = tma.store_panels(5, part * out_panels, panels, rows_panel_bytes)
+        store_rows = packed.store_rows(config.head_dim_v, rows_panel_bytes, part * out_panels, panels, pack)
 
         @inline
-        def store(out16, s_out, thread, staging_barrier, out_map, query, head, batch):
-            """Panels of the output, through shared memory, by one TMA store each."""
+        def stage(out16, s_out, thread, staging_barrier):
+            """Panels of the output to shared memory."""
             if not out_in_q:  # the last store from here must have read
                 if thread == 0:
                     tma.wait_stores_read()
@@ -206,10 +218,25 @@ def build(config: ForwardConfig) -> KernelSource:
             stage_part(out16, s_out, thread)
             tma.fence_async()
             warp.barrier_sync(staging_barrier, 128)
+
+        @inline
+        def store(out16, s_out, thread, staging_barrier, out_map, query, head, batch):
+            """Panels of the output, through shared memory, by one TMA store each."""
+            stage(out16, s_out, thread, staging_barrier)
             if thread == 0:
                 store_part(out_map, s_out, 0, query, head, batch)
 
-        return store
+        @inline
+        def store_packed(out16, s_out, thread, staging_barrier, out_map, query, head, first_q, stored, options):
+            """The same of a sequence; the rows one by one where it ends among them."""
+            stage(out16, s_out, thread, staging_barrier)
+            if is_whole(query, stored) != 0:
+                if thread == 0:
+                    store_part(out_map, s_out, 0, plus(first_q, query), head, 0)
+            else:
+                store_rows(s_out, thread, address_of_out(plus(first_q, query), head, options), minus(stored, query))
+
+        return store_packed if is_packed else store
 
     def in_turn(first, second):
         @inline
@@ -217,7 +244,12 @@ def build(config: ForwardConfig) -> KernelSource:
             first(out16, s_out, thread, staging_barrier, out_map, query, head, batch)
             second(out16, s_out, thread, staging_barrier, out_map, query, head, batch)
 
-        return both
+        @inline
+        def both_packed(out16, s_out, thread, staging_barrier, out_map, query, head, first_q, stored, options):
+            first(out16, s_out, thread, staging_barrier, out_map, query, head, first_q, stored, options)
+            second(out16, s_out, thread, staging_barrier, out_map, query, head, first_q, stored, options)
+
+        return both_packed if is_packed else both
 
     store_out = reduce(in_turn, [make_store(part) for part in range(config.out_parts)])
 
@@ -240,6 +272,14 @@ def build(config: ForwardConfig) -> KernelSource:
             if inspected:
                 init_seen(v_seen)
             mbarrier.fence_init()
+        first_q = zero()
+        first_k = zero()
+        if is_packed:
+            order = order_at(scratch)
+            if tid == 0:
+                shared.store(order, packed.ALL_ASCEND)
+            cuda.syncthreads()
+            check_order(tid, order, options)
         cuda.syncthreads()
         block, blocks = cuda.blockIdx.x, cuda.gridDim.x
         turn = zero()
@@ -256,27 +296,30 @@ def build(config: ForwardConfig) -> KernelSource:
                 while tile < tiles:
                     q_block, column = tile_order(tile, q_blocks, columns, section)
                     batch, head, kv_head = heads_of(column, heads, group)
-                    if lengths:
+                    if is_packed:
+                        spot, bounds = seek(q_block, order, (seqlen_q, seqlen_k, offset, left, right), options)
+                        _, q_block, first_q, _, first_k = spot
+                    elif lengths:
                         bounds = bounds_of_entry(batch, (seqlen_q, seqlen_k, offset, left, right), options)
                     first, end = blocks_of_tile(q_block, bounds)
                     j = preceding(end)
                     # In the order of use: the first K, Q, then the K of each next block before the V of the present one.
                     if j >= first:
                         pipeline.wait(k_empty, place)
-                        load_k(s_k, place, k_map, k_full, j, kv_head, batch)
+                        load_k(s_k, place, k_map, k_full, keys_of(j, first_k), kv_head, batch)
                     for consumer in range(consumers):
                         s_mine, full, empty = q_ring_of(consumer, s_q, q_full, q_empty)
                         pipeline.wait(empty, q_place)
-                        load_q(s_mine, q_place, q_map, full, 0, first_query_of(q_block, consumer), head, batch)
+                        load_q(s_mine, q_place, q_map, full, 0, first_query_of(q_block, consumer, first_q), head, batch)
                     q_place = q_advance(q_place)
                     while j >= first:
                         v_place = place
                         place = advance(place)
                         if j > first:
                             pipeline.wait(k_empty, place)
-                            load_k(s_k, place, k_map, k_full, preceding(j), kv_head, batch)
+                            load_k(s_k, place, k_map, k_full, keys_of(preceding(j), first_k), kv_head, batch)
                         pipeline.wait(v_empty, v_place)
-                        load_v(s_v, v_place, v_map, v_full, j, kv_head, batch)
+                        load_v(s_v, v_place, v_map, v_full, keys_of(j, first_k), kv_head, batch)
                         j = preceding(j)
                     turn = following(turn)
                     tile = tile_of_turn(turn, block, blocks)
@@ -286,7 +329,10 @@ def build(config: ForwardConfig) -> KernelSource:
                 while tile < tiles:
                     q_block, column = tile_order(tile, q_blocks, columns, section)
                     batch, head, kv_head = heads_of(column, heads, group)
-                    if lengths:
+                    if is_packed:
+                        spot, bounds = seek(q_block, order, (seqlen_q, seqlen_k, offset, left, right), options)
+                        _, q_block, first_q, _, first_k = spot
+                    elif lengths:
                         bounds = bounds_of_entry(batch, (seqlen_q, seqlen_k, offset, left, right), options)
                     first, end = blocks_of_tile(q_block, bounds)
                     j = preceding(end)
@@ -309,7 +355,10 @@ def build(config: ForwardConfig) -> KernelSource:
             place = start()
             while tile < tiles:
                 q_block, column = tile_order(tile, q_blocks, columns, section)
-                if lengths:
+                if is_packed:
+                    spot, bounds = seek(q_block, order, (seqlen_q, seqlen_k, offset, left, right), options)
+                    sequence, q_block, first_q, stored, _ = spot
+                elif lengths:
                     batch, head, _ = heads_of(column, heads, group)
                     bounds = bounds_of_entry(batch, (seqlen_q, seqlen_k, offset, left, right), options)
                 # Blocks from right_border on and before left_border are seen only in part.
@@ -318,7 +367,9 @@ def build(config: ForwardConfig) -> KernelSource:
                 seat = limits
                 if seated:
                     batch, head, _ = heads_of(column, heads, group)
-                    seat = take_seat(row_of(q_block, my_row), my_column, batch, head, seqlen_q, bounds, options)
+                    if is_packed:
+                        batch = sequence
+                    seat = take_seat(row_of(q_block, my_row), my_column, batch, head, bounds[0] if is_packed else seqlen_q, bounds, options)
                 my = Consumer(q_operand(s_q, q_place), limits, lane, my_turn, next_turn, scratch, scale_log2, seat, options)
                 statistics = start_statistics()
                 acc = zero_out()
@@ -378,10 +429,17 @@ def build(config: ForwardConfig) -> KernelSource:
                 else:
                     statistics = finish_statistics(statistics)
                 batch, head, _ = heads_of(column, heads, group)
-                if lse != NO_LSE:
+                if is_packed and lse != NO_LSE:
+                    write_packed_lse(lse, row_of(q_block, my_row), lane, first_q, stored, head, statistics, options)
+                elif lse != NO_LSE:
                     write_lse(lse, q_block, my_row, lane, batch, head, heads, (seqlen_q, seqlen_k, offset, left, right), statistics, scale_log2)
                 out16 = out_to_16bit(normalise(acc, statistics))
-                store_out(out16, s_out, thread, staging_barrier, out_map, query, head, batch)
+                if is_packed:
+                    store_out(out16, s_out, thread, staging_barrier, out_map, query, head, first_q, stored, options)
+                    if out_in_q:  # who stores rows has read, too
+                        warp.barrier_sync(staging_barrier, 128)
+                else:
+                    store_out(out16, s_out, thread, staging_barrier, out_map, query, head, batch)
                 if out_in_q and thread == 0:
                     tma.wait_stores_read()
                     mbarrier.arrive(q_empty)

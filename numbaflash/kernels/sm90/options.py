@@ -10,9 +10,9 @@ import numpy as np
 
 from ... import toolchain
 from ...dispatch import BackwardLayouts, Layout, Layouts, contiguous_strides
-from ...problem import ITEMSIZE, Problem, trim_keys
+from ...problem import ITEMSIZE, PACKED_FEATURE, Problem, trim_keys
 
-FEATURES = frozenset({"softcap", "mask", "bias", "alibi_slopes", "sinks", "dropout", "seqlens_q", "seqlens_k"})
+FEATURES = frozenset({"softcap", "mask", "bias", "alibi_slopes", "sinks", "dropout", "seqlens_q", "seqlens_k", PACKED_FEATURE})
 """`Problem.features` that the kernels have, forward and gradients."""
 
 KEYS_OF_A_DRAW = 32
@@ -25,6 +25,8 @@ _AXES = {
     "sinks": ("head",),
     "seqlens_q": ("batch",),
     "seqlens_k": ("batch",),
+    "cu_seqlens_q": ("entry",),
+    "cu_seqlens_k": ("entry",),
 }
 
 _LOW_CAP = 64.0
@@ -90,6 +92,10 @@ class Options:
         Their dtypes.
     per_entry : bool
         Each batch entry has an offset of its own, ``length_k - length_q``.
+    cu_seqlens_q, cu_seqlens_k : str or None
+        dtypes of the boundaries of packed sequences.
+    stored : tuple of str
+        Results whose rows are written one by one where a sequence ends within a tile.
     """
 
     softcap: str | None = None
@@ -101,10 +107,16 @@ class Options:
     seqlens_q: str | None = None
     seqlens_k: str | None = None
     per_entry: bool = False
+    cu_seqlens_q: str | None = None
+    cu_seqlens_k: str | None = None
+    stored: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, problem: Problem, layouts: Layouts | BackwardLayouts | None, pack: int = 1, access_of=Access.of) -> Options:
-        """Those of a problem; without layouts, mask and bias are taken to be row-major. ``access_of`` is `Access.of` or `Access.of_gradients`."""
+    def of(
+        cls, problem: Problem, layouts: Layouts | BackwardLayouts | None, pack: int = 1, access_of=Access.of, stored: tuple[str, ...] = ("out",)
+    ) -> Options:
+        """Those of a problem; without layouts, mask and bias are taken to be row-major. ``access_of`` is `Access.of` or `Access.of_gradients`,
+        ``stored`` are the results that the kernel stores by tiles."""
 
         def access(name):
             if name not in problem.options:
@@ -123,6 +135,9 @@ class Options:
             seqlens_q=problem.seqlens_q,
             seqlens_k=problem.seqlens_k,
             per_entry=problem.offset_per_entry,
+            cu_seqlens_q=problem.cu_seqlens_q,
+            cu_seqlens_k=problem.cu_seqlens_k,
+            stored=stored if problem.packed else (),
         )
 
     def __bool__(self) -> bool:
@@ -139,8 +154,13 @@ class Options:
         return Options(sinks=self.sinks, seqlens_q=self.seqlens_q)
 
     @property
+    def packed(self) -> bool:
+        return self.cu_seqlens_q is not None
+
+    @property
     def lengths(self) -> bool:
-        return bool(self.seqlens_q or self.seqlens_k)
+        """Batch entries have numbers of queries or keys of their own."""
+        return bool(self.seqlens_q or self.seqlens_k or self.packed)
 
     @property
     def changes(self) -> bool:
@@ -175,12 +195,16 @@ class Options:
             found += [("cap_slope", "float32")] if self.softcap == "high" else []
         elif self.changes:
             found.append(("scale", "float32"))
-        present = (self.mask, self.bias, self.alibi, self.sinks, self.seqlens_q, self.seqlens_k)
+        present = (self.mask, self.bias, self.alibi, self.sinks, self.seqlens_q, self.seqlens_k, self.cu_seqlens_q, self.cu_seqlens_k)
         for (name, axes), given in zip(_AXES.items(), present, strict=True):
             if given:
                 found += [(name, "pointer"), *((f"{name}_{axis}", "int64") for axis in axes)]
         if self.dropout:
             found += [("first_key", "int32"), ("seed", "pointer"), ("keep_limit", "int32"), ("keep_factor", "float32")]
+        if self.packed:
+            found += [("sequences", "int32"), ("total_q", "int32"), ("total_k", "int32")]
+        for name in self.stored:
+            found += [(name, "pointer"), (f"{name}_row", "int64"), (f"{name}_head", "int64")]
         return tuple(found)
 
     def arguments(self, problem: Problem, layouts: Layouts | BackwardLayouts, first: int = 0) -> list:
@@ -193,7 +217,11 @@ class Options:
             from ..dropout import keep_limit  # which imports numba.cuda
 
             values |= {"keep_limit": keep_limit(problem.dropout), "keep_factor": _float32(1.0 / (1.0 - problem.dropout))}
-        offsets = {"seed": 0}  # the number itself, in the place of an address
+        if self.packed:
+            values |= {"sequences": problem.batch, "total_q": problem.total_q, "total_k": problem.total_k}
+        offsets = dict.fromkeys(("seed", *self.stored), 0)  # of the seed, the number itself is in the place of an address
+        for name in self.stored:
+            values[f"{name}_row"], values[f"{name}_head"], _ = steps(getattr(layouts, name))
         for name in problem.options:
             strides = dict(zip(_AXES[name], steps(getattr(layouts, name)), strict=True))
             values |= {f"{name}_{axis}": step for axis, step in strides.items()}

@@ -29,6 +29,11 @@ def rows_map(name, dtype, layout: Layout, box: int, first: int = 0, rows: int | 
     return toolchain.TensorMap(name, dtype, (dim, rows, heads, batch), (of_row, of_head, of_batch), (64, box, 1, 1), offset=first * of_row)
 
 
+def with_batch(layout: Layout) -> Layout:
+    """A layout of packed sequences with a batch axis of one element; others as they are."""
+    return layout if len(layout.shape) == 4 else replace(layout, shape=(1, *layout.shape), strides=(0, *layout.strides))
+
+
 def _strides(layout: Layout):
     """Strides where an axis of one element, which may have any, has a stride that TMA takes."""
     return tuple(stride if n > 1 else 16 for n, stride in zip(layout.shape, layout.strides, strict=True))

@@ -13,10 +13,10 @@ import numpy as np
 
 from .... import toolchain
 from ....dispatch import BackwardLayouts, Device, Launch, Plan, operands
-from ....problem import ITEMSIZE, Problem, trim_keys
+from ....problem import ITEMSIZE, PACKED_FEATURE, Problem, trim_keys
 from ... import sm90
 from ...sections import choose_section, fitting_section
-from ..options import FEATURES as FEATURES
+from ..options import FEATURES as FORWARD_FEATURES
 from ..tensor_maps import refusal, row_major, rows_map
 from .config import (
     L2_BYTES,
@@ -33,6 +33,9 @@ from .config import (
     visible_queries,
 )
 
+FEATURES = FORWARD_FEATURES - {PACKED_FEATURE}
+"""`Problem.features` that the kernels have."""
+
 _BUILD = "numbaflash.kernels.sm90.backward."
 _ARCH = (9, 0, "a")
 _SLOWER_PAST_L2 = 1.15  # measured on an H200 where fewer than head_dim / 32 blocks are at work on a head; with more 0 to 4% are lost
@@ -42,7 +45,7 @@ _TILE_COST = 1.5  # start and end of a tile, in blocks of queries
 
 def supports(problem: Problem, device: Device) -> tuple[str, ...]:
     """Reasons why this family cannot compute the problem's gradients there."""
-    reasons = list(sm90.supports(problem, device))
+    reasons = list(sm90.supports(problem, device, FEATURES))
     if problem.bias and math.prod((*problem.bias[:2], *_bias_tiles(problem))) >= 2**31:
         reasons.append(f"a bias must have fewer than 2**31 tiles of {BiasMemory.q_block} queries and {BiasMemory.kv_tile} keys")
     return tuple(reasons)

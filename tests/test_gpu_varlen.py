@@ -1,0 +1,174 @@
+"""Packed sequences on every GPU family: against the reference and against a call for each sequence, with NaN wherever a sequence may not look.
+
+``python tests/test_gpu_varlen.py [PROCESSES]`` runs all of it in so many processes at once, without pytest.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+
+import numpy as np
+import packed
+import pytest
+
+import numbaflash
+from numbaflash import UnsupportedError, dispatch, testing
+from numbaflash.testing import libraries
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = {"lengths_q": (300, 0, 1, 128, 77, 64, 520), "lengths_k": (334, 40, 200, 128, 0, 33, 480)}
+SHORT = {"lengths_q": (3, 1, 0, 7, 16, 2, 1, 5, 64), "lengths_k": (5, 1, 9, 0, 30, 2, 1, 5, 65)}
+EDGES = {"before": (70, 5), "after": (3, 140)}
+BANDS = ({}, {"causal": True}, {"window": (50, 20)}, {"causal": "top_left", "window": (70, None)})
+OPTIONS = {
+    "plain": {},
+    "rows of nobody": EDGES,
+    "short ones": SHORT | EDGES,
+    "int64": {"length_dtypes": ("int64", "int64"), "max_seqlens": (520, 480)},
+    "shared heads": {"heads": 8, "kv_heads": 1} | EDGES,
+    "softcap": {"softcap": 1.0},
+    "alibi": {"alibi": True, "scale": -0.2},
+    "sinks": {"sinks": True, "needs": ("q", "k", "v", "sinks")} | EDGES,
+    "dropout": {"dropout": 0.3},
+    "together": {name: x for name, x in packed.EVERYTHING.items() if name not in ("causal", "window", "before", "after")} | EDGES,
+    "too large": {"boundaries": ((0, 300, 2**31 - 1), (0, 334, 2**31 - 1)), "causal": True},
+    "below 0": {"boundaries": ((-(2**31), 300, 400), (-5, 334, 340))},
+    "queries descend": {"boundaries": ((0, 700, 300), (0, 8, 160)), "sinks": True},
+    "keys descend": {"boundaries": ((0, 90, 180), (300, 8, 380)), "sinks": True},
+    "all descend": {"boundaries": ((1000, 0, 90, 2), (0, 170, 3, 190))},
+}
+DIMS = ((64, 64), (128, 128), (256, 256), (96, 40), (192, 128))
+
+
+def cases(name, dtype="bfloat16", dims=DIMS):
+    """Of an option: every band, heads of groups and without, in turn; one option alone has no band."""
+    for number, (d, dv) in enumerate(dims):
+        for place, band in enumerate(BANDS):
+            given = LENGTHS | {"heads": 4, "kv_heads": (2, 4)[(number + place) % 2], "deterministic": place % 2 == 1} | band | OPTIONS[name]
+            yield packed.PackedCase(head_dim=d, head_dim_v=dv, dtype=dtype, **given)
+
+
+def run_case(case, family, library):
+    """The case, and its gradients where the family has them; an error as text, '' when all is well, None when the family cannot compute it."""
+    problem, *_ = case.inputs()
+    device = libraries.device_of(library)
+    if dispatch.family(family).supports(problem, device):
+        return None
+    try:
+        case.run(family, library, gradients=not dispatch.family(family, "backward").supports(problem, device))
+    except Exception as error:
+        return f"{case!r}\n    {type(error).__name__}: {error}"
+    return ""
+
+
+def check_each_alone(family, library, causal=True, d=128):
+    """A sequence's rows are those of a call for it alone, up to the order of sums; bits are the same from call to call."""
+    case = packed.PackedCase(**LENGTHS, heads=4, kv_heads=2, head_dim=d, head_dim_v=d, dtype="float16", causal=causal, **EDGES)
+    problem, values, options = case.inputs()
+    if dispatch.family(family).supports(problem, libraries.device_of(library)):
+        return
+    arrays = {name: packed._array(values[name], problem.dtype_of(name), library) for name in ("q", "k", "v", *problem.options)}
+    with dispatch.use_family(family):
+        found = [libraries.to_numpy(x) for x in numbaflash.forward_varlen(**arrays, causal=causal, return_lse=True)]
+        for _ in range(10):
+            again = numbaflash.forward_varlen(**arrays, causal=causal, return_lse=True)
+            for a, b in zip(found, again, strict=True):
+                np.testing.assert_array_equal(a, libraries.to_numpy(b))
+        ends_q, ends_k = (values[name].tolist() for name in problem.options)
+        for b in range(len(ends_q) - 1):
+            rows, keys = slice(*ends_q[b : b + 2]), slice(*ends_k[b : b + 2])
+            if rows.start == rows.stop or keys.start == keys.stop:
+                continue
+            alone = [packed._array(values[name][None, at], "float16", library) for name, at in (("q", rows), ("k", keys), ("v", keys))]
+            out, lse = (libraries.to_numpy(x)[0] for x in numbaflash.forward(*alone, causal=causal, return_lse=True))
+            np.testing.assert_allclose(found[0][rows], out, atol=4e-3)
+            np.testing.assert_allclose(found[1][:, rows], lse, atol=1e-4)
+
+
+def check_many_tiles(family, library, sequences=3000):
+    """More tiles than blocks, and boundaries of which each thread of a block checks several."""
+    lengths = tuple(map(int, np.random.default_rng(0).integers(0, 12, sequences)))
+    shape = {"heads": 2, "kv_heads": 1, "head_dim": 64, "head_dim_v": 64, "dtype": "float16"}
+    return run_case(packed.PackedCase(lengths, lengths[::-1], causal=True, **shape), family, library)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(gpu, name):
+    dtype = "bfloat16" if "bfloat16" in gpu.dtypes else "float32"
+    report([run_case(case, gpu.family, gpu.library) for case in cases(name, dtype, DIMS[:3])])
+
+
+@pytest.mark.parametrize("dtype", ("float16", "float32"))
+def test_dtypes(gpu, dtype):
+    if dtype not in gpu.dtypes:
+        pytest.skip(f"family {gpu.family} has no {dtype}")
+    report([run_case(case, gpu.family, gpu.library) for name in ("short ones", "together") for case in cases(name, dtype)])
+
+
+@pytest.mark.parametrize("causal", (False, True))
+def test_each_sequence_alone(gpu, causal):
+    check_each_alone(gpu.family, gpu.library, causal)
+
+
+def test_many_tiles(gpu):
+    report([check_many_tiles(gpu.family, gpu.library)])
+
+
+def test_what_a_family_lacks(gpu):
+    """It says so in time."""
+    case = packed.PackedCase((), (), after=(9, 5), dtype="float16")
+    problem, values, _ = case.inputs()
+    arrays = {name: packed._array(values[name], problem.dtype_of(name), gpu.library) for name in ("q", "k", "v", *problem.options)}
+    with dispatch.use_family(gpu.family):
+        if gpu.reasons(problem):
+            with pytest.raises(UnsupportedError):
+                numbaflash.forward_varlen(**arrays)
+        else:
+            assert not libraries.to_numpy(numbaflash.forward_varlen(**arrays)).any()
+
+
+def report(found):
+    ran = [x for x in found if x is not None]
+    failures = [x for x in ran if x]
+    assert not failures, f"{len(failures)} of {len(ran)} cases fail:\n" + "\n".join(failures[:20])
+
+
+def _library():
+    found = testing.gpu_libraries()
+    return "torch-cuda" if "torch-cuda" in found else found[0]
+
+
+def _work(job):
+    """(family, error) of a job; a job that is no case is a function of family and library."""
+    family, what = job
+    try:
+        return family, what(family, _library()) if callable(what) else run_case(what, family, _library())
+    except Exception as error:
+        return family, f"{what}\n    {type(error).__name__}: {error}"
+
+
+def main(processes: int) -> int:
+    start = time.monotonic()
+    jobs = [("sm90", case) for number, name in enumerate(OPTIONS) for case in list(cases(name))[number % 5 :: 5]]
+    jobs += [("sm90", case) for name in ("short ones", "together") for case in list(cases(name, "float16"))[4::5]]
+    jobs += [("simt", case) for number, name in enumerate(OPTIONS) for case in list(cases(name, "float32", DIMS[:2]))[number % 5 :: 5]]
+    jobs += [("simt", case) for case in list(cases("together", "bfloat16"))[::10]]
+    for family in ("sm90", "simt"):
+        jobs += [(family, partial(check_each_alone, causal=causal)) for causal in (False, True)] + [(family, check_many_tiles)]
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        found = list(pool.map(_work, jobs, chunksize=1))
+    for family in ("sm90", "simt"):
+        errors = [error for each, error in found if each == family]
+        failures = [error for error in errors if error]
+        print(f"{family}: {len(errors)} jobs, {len(failures)} fail", *failures[:20], sep="\n", flush=True)
+    print(f"{time.monotonic() - start:.0f} s")
+    return any(error for _, error in found)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 8))
