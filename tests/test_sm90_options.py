@@ -525,12 +525,7 @@ class GradientModel:
         problem, config = self.problem, self.config
         self.rows()
         options = [argument(x, self.case, self.memory) for x in config.of_products.options.arguments(problem, self.layouts)]
-        band = KeyBand(64, config.q_block, config.left, config.right, padded=config.options.lengths)
-        walk, seen_keys, limits_of = band.walk(), band.seen(), band.limits()
-        of, plain_of = KeyScores(self.columns, config.q_block, config.of_products.options, config.left), Scores(64, config.of_products.options)
-        bounds_of_entry, sees = plain_of.bounds_of_entry(False), plain_of.sees(1, config.left, config.right)
-        take_seat, fetch = of.take_seat(), of.fetch()
-        weigh, differentiate = ({masked: f(masked) for masked in (False, True)} for f in (of.weigh, of.differentiate))
+        bounds_of_entry = Scores(64, config.of_products.options).bounds_of_entry(False)
         first_query, queries = visible_queries(problem)
         trimmed, first_key = trim_keys(problem)
         q, k, v, dout = (self.memory[name].decoded().astype(np.float32) for name in ("q", "k", "v", "dout"))
@@ -538,48 +533,11 @@ class GradientModel:
         k, v = (self.outside(x, first_key, first_key + trimmed.seqlen_k) for x in (k, v))
         dq, dk, dv = (np.zeros(shape, np.float32) for shape in (problem.q_shape, problem.k_shape, problem.v_shape))
         whole = np.int32([problem.seqlen_q, problem.seqlen_k, problem.offset, problem.left or 0, problem.right or 0])
-        scale_log2 = np.float32(LOG2E * (1.0 if config.options.changes else problem.scale))
+        scale_log2 = self.scale_log2
         shifts, deltas = (self.work[name].reshape(problem.batch, problem.heads, self.q_blocks, config.q_block) for name in ("shifts", "deltas"))
         for batch, kv_head, n in itertools.product(range(problem.batch), range(problem.kv_heads), range(-(-problem.seqlen_k // 64))):
             bounds = bounds_of_entry(np.int32(batch), whole, options) if config.options.lengths else list(whole)
-            keys, values = (padded(x[batch, n * 64 : n * 64 + 64, kv_head], 64) for x in (k, v))
-            is_seen = np.array([self.is_seen(j, batch, kv_head, bounds, seen_keys, sees, options) for j in range(n * 64, n * 64 + 64)])
-            if config.cleans_keys:
-                keys[~np.isfinite(keys).all(axis=1) & ~is_seen] = 0
-            key = np.int32(n * 64 + THREAD // 32 * 16 + THREAD % 32 // 4)
-            m, plain, border, steps = (int(x) for x in walk(np.int32(n), problem.group, 1, bounds))
-            tile_dk, tile_dv = np.zeros((64, problem.head_dim), np.float32), np.zeros((64, problem.head_dim_v), np.float32)
-            for step in range(steps):
-                block, head = np.int32(m + step // problem.group), kv_head * problem.group + step % problem.group
-                inside = slice(int(block) * config.q_block, (int(block) + 1) * config.q_block)
-                rows, gradients = (padded(x[batch, inside, head], config.q_block) for x in (q, dout))
-                shift, delta = shifts[batch, head, block], deltas[batch, head, block]
-                if config.cleans_queries:
-                    rows[np.isinf(shift)], gradients[np.isinf(shift)] = 0, 0
-                masked = not plain <= step < border
-                with np.errstate(all="ignore"):
-                    s, dp = keys @ rows.T, values @ gradients.T
-                p, ds = (np.full((64, config.q_block), np.nan, np.float32) for _ in "pd")
-                for first in range(0, config.q_block, self.columns):
-                    column = np.int32(first + THREAD % 4 * 2)
-                    limits = limits_of(key, column, bounds)
-                    seat = take_seat(key, column, np.int32(batch), np.int32(problem.seqlen_k), bounds, options)
-                    words = fetch(seat, block, np.int32(head), options) if of.fetches else [np.int32(0)]
-                    at = [(key + 8 * (i >> 1 & 1) - n * 64, column + 8 * (i >> 2) + (i & 1)) for i in range(self.columns // 2)]
-                    of_columns = [column + 8 * (i // 2) + i % 2 for i in range(self.columns // 4)]
-                    given = [s[x] for x in at], [shift[x] for x in of_columns], words, seat, block, np.int32(head), limits, scale_log2, options
-                    weights, signed = weigh[masked](*given)
-                    found = differentiate[masked](signed, [dp[x] for x in at], [delta[x] for x in of_columns], options)
-                    for x, weight, gradient in zip(at, weights, found, strict=True):
-                        p[x], ds[x] = weight, gradient
-                with np.errstate(all="ignore"):
-                    tile_dv += p @ gradients
-                    tile_dk += ds @ rows
-                    dq[batch, inside, head] += (ds.T @ keys)[: problem.seqlen_q - inside.start]
-            if config.bounded or config.options.mask or config.options.lengths:
-                tile_dk[~is_seen], tile_dv[~is_seen] = 0, 0
-            if config.options.dropout:
-                tile_dv *= of.keep_factor()(options)
+            tile_dk, tile_dv = self.tile(q, k, v, dout, dq, shifts, deltas, batch, kv_head, n, bounds)
             dk[batch, n * 64 : n * 64 + 64, kv_head] = (tile_dk * np.float32(problem.scale))[: problem.seqlen_k - n * 64]
             dv[batch, n * 64 : n * 64 + 64, kv_head] = tile_dv[: problem.seqlen_k - n * 64]
         if config.bounded or config.options.hides:
@@ -589,6 +547,60 @@ class GradientModel:
         if config.with_dbias:
             of_bias = self.bias(q, k, v, dout, bounds_of_entry, whole, options, scale_log2)
         return dq * np.float32(problem.scale), dk, dv, of_bias, sinks
+
+    @property
+    def scale_log2(self):
+        return np.float32(LOG2E * (1.0 if self.config.options.changes else self.problem.scale))
+
+    def tile(self, q, k, v, dout, dq, shifts, deltas, batch, kv_head, n, bounds, sequence=None):
+        """(dK, dV) of a tile of keys, and what it adds to dQ; packed sequences have a number that is not that of the entry in the arrays."""
+        problem, config, scale_log2 = self.problem, self.config, self.scale_log2
+        options = [argument(x, self.case, self.memory) for x in config.of_products.options.arguments(problem, self.layouts)]
+        band = KeyBand(64, config.q_block, config.left, config.right, padded=config.options.lengths)
+        walk, seen_keys, limits_of = band.walk(), band.seen(), band.limits()
+        of, plain_of = KeyScores(self.columns, config.q_block, config.of_products.options, config.left), Scores(64, config.of_products.options)
+        sees = plain_of.sees(1, config.left, config.right)
+        take_seat, fetch = of.take_seat(), of.fetch()
+        weigh, differentiate = ({masked: f(masked) for masked in (False, True)} for f in (of.weigh, of.differentiate))
+        keys, values = (padded(x[batch, n * 64 : n * 64 + 64, kv_head], 64) for x in (k, v))
+        is_seen = np.array([self.is_seen(j, batch, kv_head, bounds, seen_keys, sees, options) for j in range(n * 64, n * 64 + 64)])
+        if config.cleans_keys:
+            keys[~np.isfinite(keys).all(axis=1) & ~is_seen] = 0
+        key = np.int32(n * 64 + THREAD // 32 * 16 + THREAD % 32 // 4)
+        m, plain, border, steps = (int(x) for x in walk(np.int32(n), problem.group, 1, bounds))
+        tile_dk, tile_dv = np.zeros((64, problem.head_dim), np.float32), np.zeros((64, problem.head_dim_v), np.float32)
+        for step in range(steps):
+            block, head = np.int32(m + step // problem.group), kv_head * problem.group + step % problem.group
+            inside = slice(int(block) * config.q_block, (int(block) + 1) * config.q_block)
+            rows, gradients = (padded(x[batch, inside, head], config.q_block) for x in (q, dout))
+            shift, delta = shifts[batch, head, block], deltas[batch, head, block]
+            if config.cleans_queries:
+                rows[np.isinf(shift)], gradients[np.isinf(shift)] = 0, 0
+            masked = not plain <= step < border
+            with np.errstate(all="ignore"):
+                s, dp = keys @ rows.T, values @ gradients.T
+            p, ds = (np.full((64, config.q_block), np.nan, np.float32) for _ in "pd")
+            for first in range(0, config.q_block, self.columns):
+                column = np.int32(first + THREAD % 4 * 2)
+                limits = limits_of(key, column, bounds)
+                seat = take_seat(key, column, np.int32(batch if sequence is None else sequence), np.int32(problem.seqlen_k), bounds, options)
+                words = fetch(seat, block, np.int32(head), options) if of.fetches else [np.int32(0)]
+                at = [(key + 8 * (i >> 1 & 1) - n * 64, column + 8 * (i >> 2) + (i & 1)) for i in range(self.columns // 2)]
+                of_columns = [column + 8 * (i // 2) + i % 2 for i in range(self.columns // 4)]
+                given = [s[x] for x in at], [shift[x] for x in of_columns], words, seat, block, np.int32(head), limits, scale_log2, options
+                weights, signed = weigh[masked](*given)
+                found = differentiate[masked](signed, [dp[x] for x in at], [delta[x] for x in of_columns], options)
+                for x, weight, gradient in zip(at, weights, found, strict=True):
+                    p[x], ds[x] = weight, gradient
+            with np.errstate(all="ignore"):
+                tile_dv += p @ gradients
+                tile_dk += ds @ rows
+                dq[batch, inside, head] += (ds.T @ keys)[: dq.shape[1] - inside.start]
+        if config.bounded or config.options.mask or config.options.lengths:
+            tile_dk[~is_seen], tile_dv[~is_seen] = 0, 0
+        if config.options.dropout:
+            tile_dv *= of.keep_factor()(options)
+        return tile_dk, tile_dv
 
     def bias(self, q, k, v, dout, bounds_of_entry, whole, options, scale_log2):
         """The kernel of the bias's gradient: what each of its blocks comes to."""
@@ -652,6 +664,73 @@ class GradientModel:
             return found
         heads, query = range(kv_head * self.problem.group, (kv_head + 1) * self.problem.group), np.arange(bounds[0], dtype=np.int32)
         return any(sees(query, np.int32(key), np.int32(batch), np.int32(head), bounds, options).any() for head in heads)
+
+
+class PackedGradientModel(GradientModel):
+    """The same of packed sequences, but for the gradients of sinks, which have a way of their own through the rows."""
+
+    def __init__(self, patch, case, q_block, columns):
+        problem, values, _ = case.inputs()
+        self.patch, self.problem, self.values, self.case = patch, problem, values, SimpleNamespace(dropout_seed=7)
+        self.exact = {name: values[name] for name in problem.options}
+        values["out"], values["lse"] = reference.forward(problem, *(values[name] for name in "qkv"), seed=7, **self.exact)
+        arrays = {name: packed._array(x, problem.dtype_of(name), "numpy") for name, x in values.items()}
+        self.memory = {name: SimpleNamespace(view=lambda x=x: x, bits=x.reshape(-1)) for name, x in arrays.items()}
+        gradients = {f"d{name}": packed._array(values[name], problem.dtype_of(name), "numpy") for name in problem.gradients}
+        self.layouts = BackwardLayouts(**{name: Layout(x.shape, x.strides) for name, x in (arrays | gradients).items()})
+        config = backward.plan(problem, self.layouts, H200, False).config
+        stored = replace(config.options, stored=())  # by functions that only a GPU has
+        self.config = replace(config, q_block=q_block, kv_tile=64, with_dsinks=False, options=stored)
+        self.columns, self.q_blocks = columns, packing.most_tiles(problem.total_q, problem.batch, q_block)
+        self.blocks = problem.heads * self.q_blocks
+        self.work = {name: np.full(self.blocks * q_block, np.nan, np.float32) for name in ("shifts", "deltas")}
+        VectorOps.memory = readable(*(each.bits for each in self.memory.values()), *self.work.values())
+
+    def run(self):
+        problem, config = self.problem, self.config
+        found = {"inline": lambda f: f, "zero": lambda: np.int32(0), "following": lambda n: n + np.int32(1)}
+        options = [argument(x, self.case, self.memory) for x in config.of_products.options.arguments(problem, self.layouts)]
+        sides = {name: sequences.Sequences(config.of_products.options, name, n) for name, n in (("q", config.q_block), ("k", 64))}
+        ascend = sides["q"].ascend()
+        order = np.int32(np.bitwise_and.reduce([int(ascend(np.int32(entry), options)) for entry in range(problem.batch + 2)]) & 3)
+        for name, value in (found | {"vote_on_order": lambda side, threads: lambda thread, options: order}).items():
+            self.patch.setattr(sequences, name, value)
+        self.rows()
+        seek_q, seek_k = (sequences.seek_in_order(sides[name]) for name in "qk")
+        whole = list(np.int32([problem.seqlen_q, problem.seqlen_k, problem.offset, problem.left or 0, problem.right or 0]))
+        q, k, v, dout = (self.values[name].astype(np.float32)[None] for name in ("q", "k", "v", "dout"))
+        dq = np.zeros(problem.q_shape, np.float32)
+        dk, dv = (np.full(shape, np.nan, np.float32) for shape in (problem.k_shape, problem.v_shape))
+        shifts, deltas = (self.work[name].reshape(1, problem.heads, self.q_blocks, config.q_block) for name in ("shifts", "deltas"))
+        for number, kv_head in itertools.product(range(packing.most_tiles(problem.total_k, problem.batch, 64)), range(problem.kv_heads)):
+            (sequence, n, first_k, stored, first_q), bounds = seek_k(np.int32(number), order, whole, options)
+            bounds, n = [np.int32(x) for x in bounds], int(n)
+            base = first_q // config.q_block + sequence + 1
+            own = dq[None, first_q : first_q + bounds[0]], shifts[:, :, base:], deltas[:, :, base:]
+            tile_dk, tile_dv = self.tile(q[:, first_q:], k[:, first_k:], v[:, first_k:], dout[:, first_q:], *own, 0, kv_head, n, bounds, sequence)
+            count = max(0, min(64, stored - n * 64))
+            inside = slice(first_k + n * 64, first_k + n * 64 + count)
+            assert np.isnan(dk[inside, kv_head]).all() and count <= problem.total_k - first_k
+            dk[inside, kv_head], dv[inside, kv_head] = (tile_dk * np.float32(problem.scale))[:count], tile_dv[:count]
+        written = np.zeros(problem.total_q, int)
+        for number in range(self.q_blocks):
+            (_, m, first, stored, _), _ = seek_q(np.int32(number), order, whole, options)
+            for row in range(max(0, min(config.q_block, stored - m * config.q_block))):
+                query = first + m * config.q_block + row
+                written[query] += 1
+                dq[query, np.isinf(shifts[0, :, number, row])] = 0
+        assert (written == 1).all()
+        return dq * np.float32(problem.scale), dk, dv
+
+
+@pytest.mark.parametrize("name", PACKED_CASES)
+def test_gradients_of_packed_sequences(vectors, name):
+    case = replace(PACKED_CASES[name], dtype="bfloat16", needs=("q", "k", "v"))
+    model = PackedGradientModel(vectors, case, 32, (32, 16)[case.causal is True])
+    found = model.run()
+    want = reference.backward(model.problem, *(model.values[each] for each in ("dout", "q", "k", "v", "dlse")), seed=7, **model.exact)
+    for each, got, exact in zip("qkv", found, want, strict=False):
+        np.testing.assert_allclose(got, exact, atol=2e-2 * max(1, np.abs(exact).max()), err_msg=f"d{each}")
 
 
 def check_gradients(patch, case, q_block=32, columns=32):
@@ -776,11 +855,36 @@ def test_packed_plans_compile_without_spills(head_dim, options):
     assert_compiles(sm90.request(made), sm90.parameters(made), made.grid, made.threads, made.shared_bytes)
 
 
+PACKED_BACKWARDS = (
+    (64, {"causal": True, "deterministic": True}),
+    (128, {"window": (100, 50), "softcap": 30.0, "alibi_slopes": ((8, 8), "float32"), "sinks": ((8,), "float32"), "kinds": ("int64", "int32")}),
+    (256, {"causal": True, "dropout": 0.1}),
+)
+
+
+def packed_backward_plan(head_dim, *, deterministic=False, needs="qkv", **given):
+    forward = packed_plan(head_dim, **given)
+    problem, layouts = forward.problem, forward.layouts
+    operands = {name: getattr(layouts, name) for name in ("q", "k", "v", "out", "lse", *problem.options)}
+    operands |= {f"d{name}": operands[name] for name in (*needs, *(["sinks"] if problem.sinks else []))}
+    return backward.plan(problem, BackwardLayouts(dout=layouts.out, **operands), H200, deterministic)
+
+
+@pytest.mark.parametrize(("head_dim", "options"), PACKED_BACKWARDS, ids=str)
+def test_gradients_of_packed_plans_compile_without_spills(head_dim, options):
+    made = packed_backward_plan(head_dim, **options)
+    assert not backward.supports(made.problem, H200)
+    for launch in backward.launches(made):
+        assert_compiles(*launch)
+
+
 def test_packed_plans_fit_the_hardware():
     for options in ({}, {"causal": True, "max_seqlen_k": 500}, {"dropout": 0.1, "window": (9, 9)}):
         for d, dv in itertools.product(range(8, 257, 24), repeat=2):
             config = packed_plan(d, dv, **options).config
             assert SharedMemory.of(config).total <= MAX_SHARED and config.q_tile % config.pack == 0, config
+            for *_, shared_bytes in backward.launches(packed_backward_plan(d, head_dim_v=dv, **options)):
+                assert shared_bytes <= MAX_SHARED
 
 
 def test_what_packed_sequences_lack():

@@ -151,7 +151,13 @@ class Options:
     @property
     def of_rows(self) -> Options:
         """What remains where no scores are computed."""
-        return Options(sinks=self.sinks, seqlens_q=self.seqlens_q)
+        return Options(
+            sinks=self.sinks,
+            seqlens_q=self.seqlens_q,
+            per_entry=self.per_entry and self.packed,
+            cu_seqlens_q=self.cu_seqlens_q,
+            cu_seqlens_k=self.cu_seqlens_k,
+        )
 
     @property
     def packed(self) -> bool:

@@ -123,14 +123,25 @@ class Sequences:
 
 def seek(sequences: Sequences):
     """``f(number, order, bounds, options) -> (PLACE, bounds)`` of the tile of a number; ``order`` is where `check_order` has left what it found."""
+    find = seek_in_order(sequences)
+
+    @inline
+    def seek_of_block(number, order, bounds, options):
+        return find(number, shared.load(order), bounds, options)
+
+    return seek_of_block
+
+
+def seek_in_order(sequences: Sequences):
+    """The same, where ``order`` is what was found."""
     entries, bisect, place = sequences.entries(), sequences.bisect(), sequences.place()
 
     @inline
-    def find(number, order, bounds, options):
+    def find(number, ascending, bounds, options):
         low, high = zero(), entries(options)
         while following(low) < high:
             low, high = bisect(low, high, number, options)
-        return place(low, number, shared.load(order), bounds, options)
+        return place(low, number, ascending, bounds, options)
 
     return find
 
@@ -152,6 +163,25 @@ def check_order(sequences: Sequences, threads: int):
     return check
 
 
+def vote_on_order(sequences: Sequences, threads: int):
+    """``f(thread, options) -> int32``: the same for a block without shared memory of its own; all threads of the block take part."""
+    entries, ascend = sequences.entries(), sequences.ascend()
+    everything = straight_line(int32, (), lambda ops: ops.integer(ALL_ASCEND))
+    both = straight_line(int32, (int32, int32), lambda ops, a, b: a & b)
+    bit = straight_line(int32, (int32, int32), lambda ops, found, mask: found & mask)
+    joined = straight_line(int32, (int32, int32), lambda ops, q, k: ops.truth(q != 0) | (ops.truth(k != 0) << 1))
+
+    @inline
+    def vote(thread, options):
+        found, entry = everything(), thread
+        while entry < entries(options):
+            found = both(found, ascend(entry, options))
+            entry = plus(entry, threads)
+        return joined(cuda.syncthreads_and(bit(found, 1)), cuda.syncthreads_and(bit(found, 2)))
+
+    return vote
+
+
 order_at = straight_line(uint32, (uint32,), lambda ops, scratch: scratch + 8)
 """Where a block keeps which sides ascend, in its scratch."""
 
@@ -161,11 +191,18 @@ def address_of(options: Options, name: str, pack: int = 1):
 
     def body(ops, row, head, options_given):
         named = {each: x for (each, _), x in zip(options.parameters(), options_given, strict=True)}
-        of_row, of_head = named[f"{name}_row"], named[f"{name}_head"]
-        return [named[name] + ops.wide(row) * of_row + ops.wide(head * pack) * of_head, of_row, of_head]
+        return _address(ops, named[name], named[f"{name}_row"], named[f"{name}_head"], row, head * pack)
 
     given = Scores(16, options)._given
     return straight_line(UniTuple(int64, 3), (int32, int32, given), body)
+
+
+def _address(ops, base, of_row, of_head, row, head):
+    return [base + ops.wide(row) * of_row + ops.wide(head) * of_head, of_row, of_head]
+
+
+address_from = straight_line(UniTuple(int64, 3), (uint64, int64, int64, int32, int32), _address)
+"""``f(base, bytes a row, bytes a head, row, head)``: the same of an array that is no option."""
 
 
 def is_whole(rows: int):

@@ -13,11 +13,12 @@ import numpy as np
 
 from .... import toolchain
 from ....dispatch import BackwardLayouts, Device, Launch, Plan, operands
-from ....problem import ITEMSIZE, PACKED_FEATURE, Problem, trim_keys
+from ....problem import ITEMSIZE, OPTIONS, PACKED, Problem, trim_keys
 from ... import sm90
 from ...sections import choose_section, fitting_section
-from ..options import FEATURES as FORWARD_FEATURES
-from ..tensor_maps import refusal, row_major, rows_map
+from ..options import FEATURES as FEATURES
+from ..options import steps
+from ..tensor_maps import refusal, row_major, rows_map, with_batch
 from .config import (
     L2_BYTES,
     PART_ROWS,
@@ -29,12 +30,11 @@ from .config import (
     SharedMemory,
     backward_config,
     column_bytes,
+    kv_tiles,
+    q_blocks,
     q_blocks_of_tiles,
     visible_queries,
 )
-
-FEATURES = FORWARD_FEATURES - {PACKED_FEATURE}
-"""`Problem.features` that the kernels have."""
 
 _BUILD = "numbaflash.kernels.sm90.backward."
 _ARCH = (9, 0, "a")
@@ -45,7 +45,7 @@ _TILE_COST = 1.5  # start and end of a tile, in blocks of queries
 
 def supports(problem: Problem, device: Device) -> tuple[str, ...]:
     """Reasons why this family cannot compute the problem's gradients there."""
-    reasons = list(sm90.supports(problem, device, FEATURES))
+    reasons = list(sm90.supports(problem, device))
     if problem.bias and math.prod((*problem.bias[:2], *_bias_tiles(problem))) >= 2**31:
         reasons.append(f"a bias must have fewer than 2**31 tiles of {BiasMemory.q_block} queries and {BiasMemory.kv_tile} keys")
     return tuple(reasons)
@@ -68,9 +68,9 @@ def plan(problem: Problem, layouts: BackwardLayouts, device: Device, determinist
             copies[name] = "the kernel reads it row-major"
             layout = row_major(layout, 4)
         seen[name] = layout
-    for name in ("mask", "bias", "alibi_slopes", "sinks", "seqlens_q", "seqlens_k", "dbias", "dsinks"):
+    for name in (*OPTIONS, *PACKED, "dbias", "dsinks"):
         seen[name] = getattr(layouts, name)
-    tiles = -(-problem.seqlen_k // config.kv_tile) * problem.batch * problem.kv_heads
+    tiles = kv_tiles(problem, config) * _entries(problem) * problem.kv_heads
     return Plan(
         "sm90",
         problem,
@@ -87,6 +87,11 @@ def plan(problem: Problem, layouts: BackwardLayouts, device: Device, determinist
     )
 
 
+def _entries(problem):
+    """Batch entries of the arrays."""
+    return 1 if problem.packed else problem.batch
+
+
 class _Workspace:
     """Offsets in the workspace, multiples of 256 bytes.
 
@@ -96,8 +101,8 @@ class _Workspace:
     """
 
     def __init__(self, problem: Problem, config: BackwardConfig):
-        self.q_blocks = -(-problem.seqlen_q // config.q_block)
-        self.blocks = problem.batch * problem.heads * self.q_blocks
+        self.q_blocks = q_blocks(problem, config)
+        self.blocks = _entries(problem) * problem.heads * self.q_blocks
         self.parts = config.parts
         self.size = 0
         self.shifts = self._place(4 * self.blocks * config.q_block)
@@ -142,19 +147,24 @@ def launches(plan: Plan) -> list[tuple[toolchain.KernelRequest, list, tuple, int
 
 def _row_parameters(plan, workspace):
     layouts, problem = plan.layouts, plan.problem
-    strides = [*layouts.dout.strides[:3], *layouts.out.strides[:3]]
+    strides = [*with_batch(layouts.dout).strides[:3], *with_batch(layouts.out).strides[:3]]
     given = []
     if plan.config.options:
-        given = [toolchain.Pointer("q"), *(toolchain.Scalar("int64", n) for n in layouts.q.strides[:3])]
+        given = [toolchain.Pointer("q"), *(toolchain.Scalar("int64", n) for n in with_batch(layouts.q).strides[:3])]
         given += plan.config.options.of_rows.arguments(problem, layouts)
         given += _search_parameters(plan)
     return [
         *(toolchain.Pointer(name) for name in ("dout", "out", "lse", "dlse")),
         *(toolchain.Pointer("workspace", offset) for offset in (workspace.shifts, workspace.deltas, workspace.sums, workspace.turns)),
         *(toolchain.Scalar("int64", n) for n in strides),
-        *(toolchain.Scalar("int32", n) for n in (problem.seqlen_q, problem.heads, workspace.q_blocks)),
+        *(toolchain.Scalar("int32", n) for n in (_rows(problem), problem.heads, workspace.q_blocks)),
         *given,
     ]
+
+
+def _rows(problem):
+    """Queries of a head in a batch entry of the arrays."""
+    return problem.total_q if problem.packed else problem.seqlen_q
 
 
 def _bias_tiles(problem):
@@ -202,7 +212,7 @@ def _in_base_2(problem, config):
 
 def _sink_parameters(plan, workspace):
     problem, (stride,) = plan.problem, plan.layouts.dsinks.strides
-    integers = (problem.batch, problem.seqlen_q, problem.heads, workspace.q_blocks * plan.config.q_block)
+    integers = (problem.batch, _rows(problem), problem.heads, workspace.q_blocks * plan.config.q_block)
     return [
         toolchain.Pointer("dsinks"),
         toolchain.Scalar("int64", stride),
@@ -216,11 +226,11 @@ def _sink_parameters(plan, workspace):
 def _parameters(plan, workspace):
     problem, config, layouts = plan.problem, plan.config, plan.layouts
     dtype = problem.dtype
-    keys, first_key = trim_keys(problem)  # what nobody sees is not even loaded: whatever it holds stays outside
+    trimmed, first_key = trim_keys(problem)  # what nobody sees is not even loaded: whatever it holds stays outside
+    keys = problem.total_k if problem.packed else trimmed.seqlen_k
     first_query, queries = visible_queries(problem)
-    columns = problem.batch * problem.kv_heads
-    costs = tuple((q_blocks_of_tiles(problem, config) * problem.group + _TILE_COST).tolist())
-    section = _section(problem, config, costs, columns, plan.device.sm_count)
+    columns, tiles = _entries(problem) * problem.kv_heads, kv_tiles(problem, config)
+    section = _section(problem, config, columns, plan.device.sm_count)
     integers = (
         problem.seqlen_q,
         problem.seqlen_k,
@@ -233,20 +243,21 @@ def _parameters(plan, workspace):
         problem.kv_heads,
         problem.group,
         workspace.q_blocks,
-        len(costs),
+        tiles,
         columns,
         section,
-        len(costs) * columns,
+        tiles * columns,
     )
+    layout = {name: each and with_batch(each) for name in ("q", "k", "v", "dout", "dk", "dv") for each in [getattr(layouts, name)]}
     with np.errstate(over="ignore"):
         factors = [_in_base_2(problem, config), float(np.float32(problem.scale))]
     return [
-        rows_map("q", dtype, layouts.q, config.q_block, first_query, queries),
-        rows_map("k", dtype, layouts.k, config.kv_tile, first_key, keys.seqlen_k),
-        rows_map("v", dtype, layouts.v, config.kv_tile, first_key, keys.seqlen_k),
-        rows_map("dout", dtype, layouts.dout, config.q_block, first_query, queries),
+        rows_map("q", dtype, layout["q"], config.q_block, first_query, queries),
+        rows_map("k", dtype, layout["k"], config.kv_tile, first_key, keys),
+        rows_map("v", dtype, layout["v"], config.kv_tile, first_key, keys),
+        rows_map("dout", dtype, layout["dout"], config.q_block, first_query, queries),
         # A gradient that nobody needs is never stored, but its place must hold a map.
-        *(rows_map(name, dtype, getattr(layouts, name), 64) if getattr(layouts, name) else rows_map(other, dtype, getattr(layouts, other), 64)
+        *(rows_map(name, dtype, layout[name], 64) if layout[name] else rows_map(other, dtype, layout[other], 64)
           for name, other in (("dk", "k"), ("dv", "v"))),
         *(toolchain.Pointer("workspace", offset) for offset in (workspace.shifts, workspace.deltas, workspace.sums, workspace.turns)),
         *(toolchain.Scalar("int32", n) for n in integers),
@@ -255,8 +266,11 @@ def _parameters(plan, workspace):
     ]  # fmt: skip
 
 
-def _section(problem, config, costs, columns, blocks):
-    """Heads whose tiles are taken together."""
+def _section(problem, config, columns, blocks):
+    """Heads whose tiles are taken together. How long tiles of packed sequences are, only the device knows."""
+    if problem.packed:
+        return fitting_section(columns, column_bytes(problem), L2_BYTES)
+    costs = tuple((q_blocks_of_tiles(problem, config) * problem.group + _TILE_COST).tolist())
     if config.deterministic and config.deterministic_step < 0:
         # Tiles of a head that start this far apart find the one before them ahead, but not so far that what it has read is forgotten.
         return max(1, min(columns, -(-_STEPS_APART * 2 * blocks // (problem.group * len(costs)))))
@@ -270,20 +284,24 @@ def _dq_parameters(plan, workspace):
     problem = plan.problem
     with np.errstate(over="ignore"):
         scale = float(np.float32(problem.scale))
+    dq, stored = with_batch(plan.layouts.dq), []
+    if problem.packed:
+        stored = [toolchain.Pointer("dq"), *(toolchain.Scalar("int64", n) for n in steps(dq)[1:3])]
     return [
-        rows_map("dq", problem.dtype, plan.layouts.dq, PART_ROWS),
+        rows_map("dq", problem.dtype, dq, PART_ROWS),
         *(toolchain.Pointer("workspace", offset) for offset in (workspace.sums, workspace.shifts)),
         toolchain.Scalar("int32", problem.heads),
         toolchain.Scalar("int32", workspace.q_blocks),
         toolchain.Scalar("float32", scale),
-        *_search_parameters(plan),
+        *_search_parameters(plan, problem.packed),
+        *stored,
     ]
 
 
-def _search_parameters(plan):
+def _search_parameters(plan, always=False):
     """What a search for the keys that a query sees needs, where there may be one."""
     problem, config = plan.problem, plan.config
-    if not config.behind_sink:
+    if not (config.behind_sink or always):
         return []
     integers = (problem.seqlen_q, problem.seqlen_k, problem.offset, problem.left or 0, problem.right or 0)
     return [*(toolchain.Scalar("int32", n) for n in integers), *config.of_products.options.arguments(problem, plan.layouts)]

@@ -13,9 +13,10 @@ from numba import cuda
 from numba.cuda.types import UniTuple, int32, uint64
 
 from ....ptx import fragment, mbarrier, pipeline, tma, warp, wgmma
-from ....ptx.index import following, plus, zero
+from ....ptx.index import following, minus, plus, zero
 from ....ptx.straight import straight_line
 from ...bands import KeyBand
+from .. import packed
 from . import unseen
 from .config import BackwardConfig, SharedMemory
 from .scores import KeyScores
@@ -82,6 +83,12 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     clean = unseen.queries(config, memory) if cleans else None
     clean_keys, seen_rows = unseen.keys(config, memory) if options_of.hides else (None, None)
     masked_keys, spoilt_dk, spoilt_dv = bool(options_of.mask), fragment.spoilt(d_part), fragment.spoilt(dv_part)
+    is_packed = options_of.packed
+    if is_packed:
+        is_whole = packed.is_whole(kv_tile)
+        address_of_dk, address_of_dv = (packed.address_of(options_of, name) if name in options_of.stored else None for name in ("dk", "dv"))
+        put_dk_rows = packed.store_rows(config.head_dim, kv_panel_bytes, 0, memory.loaded_qk_panels)
+        put_dv_rows = packed.store_rows(config.head_dim_v, kv_panel_bytes, 0, memory.loaded_v_panels)
     first_head = straight_line(int32, (int32, int32), lambda ops, kv_head, group: kv_head * group)
 
     # Index arithmetic.
@@ -289,7 +296,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
         return step
 
     @inline
-    def leave(dk, dv, n, bounds, kv_head, batch, dk_map, dv_map, s_k, s_v, k_empty, v_empty, scale_of_dk, my):
+    def leave(dk, dv, n, bounds, kv_head, batch, dk_map, dv_map, s_k, s_v, k_empty, v_empty, scale_of_dk, first_k, stored, my):
         """dK and dV leave through the shared memory of K and V, whose last use is over."""
         warp.barrier_sync(ALL, 128 * count)
         if may_hide_keys:  # NaN among the queries stays out of keys that none of them sees
@@ -306,7 +313,24 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
             put_dk(dk_to_16bit(scale_dk(dk, scale_of_dk)), own_panels(s_k, my.w), my.thread)
         tma.fence_async()
         warp.barrier_sync(ALL, 128 * count)
-        if my.w == 0 and my.thread == 0:
+        if is_packed:
+            key = first_key(n)
+            if is_whole(key, stored) == 0:
+                if with_dv and my.w == 0:
+                    put_dv_rows(s_v, my.thread, address_of_dv(plus(first_k, key), kv_head, my.options), minus(stored, key))
+                if with_dk and my.w == 1:
+                    put_dk_rows(s_k, my.thread, address_of_dk(plus(first_k, key), kv_head, my.options), minus(stored, key))
+                warp.barrier_sync(ALL, 128 * count)
+            elif my.w == 0 and my.thread == 0:
+                if with_dv:
+                    store_dv(dv_map, s_v, plus(first_k, key), kv_head, batch)
+                if with_dk:
+                    store_dk(dk_map, s_k, plus(first_k, key), kv_head, batch)
+                tma.wait_stores_read()
+            if my.w == 0 and my.thread == 0:
+                mbarrier.arrive(k_empty)
+                mbarrier.arrive(v_empty)
+        elif my.w == 0 and my.thread == 0:
             key = first_key(n)
             if with_dv:
                 store_dv(dv_map, s_v, key, kv_head, batch)

@@ -15,9 +15,10 @@ from numba import cuda
 from numba.cuda.types import UniTuple, int32
 
 from ....ptx import fragment, mbarrier, pipeline, tma, warp, wgmma
-from ....ptx.index import plus, zero
+from ....ptx.index import minus, plus, zero
 from ....ptx.straight import straight_line
 from ...bands import KeyBand
+from .. import packed
 from . import unseen
 from .config import PART_ROWS, BackwardConfig, SharedMemory
 from .scores import KeyScores
@@ -80,6 +81,12 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     clean = unseen.queries(config, memory) if cleans else None
     clean_keys, seen_rows = unseen.keys(config, memory) if options_of.hides else (None, None)
     masked_keys, spoilt_dk, spoilt_dv = bool(options_of.mask), fragment.spoilt(d), fragment.spoilt(dv_columns)
+    is_packed = options_of.packed
+    if is_packed:
+        is_whole = packed.is_whole(64)
+        address_of_dk, address_of_dv = (packed.address_of(options_of, name) if name in options_of.stored else None for name in ("dk", "dv"))
+        put_dk_rows = packed.store_rows(config.head_dim, dk_panel_bytes, 0, memory.loaded_qk_panels)
+        put_dv_rows = packed.store_rows(config.head_dim_v, kv_panel_bytes, 0, memory.loaded_v_panels)
     first_head = straight_line(int32, (int32, int32), lambda ops, kv_head, group: kv_head * group)
 
     # Index arithmetic.
@@ -222,7 +229,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
         return dk, dv, place
 
     @inline
-    def leave(dk, dv, n, bounds, kv_head, batch, dk_map, dv_map, s_k, s_v, k_empty, v_empty, scale_of_dk, my):
+    def leave(dk, dv, n, bounds, kv_head, batch, dk_map, dv_map, s_k, s_v, k_empty, v_empty, scale_of_dk, first_k, stored, my):
         """dV leaves through this consumer's rows of V, dK through its stage of dS, which it has read for the last time.
 
         So K can be loaded meanwhile. The other consumer cannot write to that stage before V is loaded, after all of this.
@@ -243,7 +250,24 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
             put_dk(dk_to_16bit(scale_dk(dk, scale_of_dk)), own_ds_stage(my.all_ds, my.w), my.thread)
         tma.fence_async()
         warp.barrier_sync(plus(my.w, OWN), 128)
-        if my.thread == 0:
+        if is_packed:
+            key = own_key(n, my.w)
+            if is_whole(key, stored) == 0:
+                if with_dv:
+                    put_dv_rows(own_rows(s_v, my.w), my.thread, address_of_dv(plus(first_k, key), kv_head, my.options), minus(stored, key))
+                if with_dk:
+                    at = own_ds_stage(my.all_ds, my.w)
+                    put_dk_rows(at, my.thread, address_of_dk(plus(first_k, key), kv_head, my.options), minus(stored, key))
+                warp.barrier_sync(plus(my.w, OWN), 128)
+            elif my.thread == 0:
+                if with_dv:
+                    store_dv(dv_map, own_rows(s_v, my.w), plus(first_k, key), kv_head, batch)
+                if with_dk:
+                    store_dk(dk_map, own_ds_stage(my.all_ds, my.w), plus(first_k, key), kv_head, batch)
+                tma.wait_stores_read()
+            if my.thread == 0:
+                mbarrier.arrive(v_empty)
+        elif my.thread == 0:
             key = own_key(n, my.w)
             if with_dv:
                 store_dv(dv_map, own_rows(s_v, my.w), key, kv_head, batch)

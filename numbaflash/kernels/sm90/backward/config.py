@@ -9,6 +9,7 @@ import numpy as np
 
 from ....dispatch import BackwardLayouts
 from ....problem import ITEMSIZE, Problem
+from ...packing import most_tiles
 from ..config import ALIGNMENT, ELEMENTS, Warpgroups
 from ..options import Access, Options
 
@@ -272,13 +273,14 @@ def backward_config(problem: Problem, layouts: BackwardLayouts, *, blocks: int, 
     """The tuning choice for a problem, where it lies and the number of blocks that run at a time: a pure function of them."""
     widest = max(problem.head_dim, problem.head_dim_v)
     with_dq, with_dk, with_dv, with_dbias, with_dsinks = (getattr(layouts, f"d{name}") is not None for name in ("q", "k", "v", "bias", "sinks"))
-    options = Options.of(problem, layouts, access_of=Access.of_gradients)
+    stored = tuple(name for name, wanted in (("dk", with_dk), ("dv", with_dv)) if wanted)
+    options = Options.of(problem, layouts, access_of=Access.of_gradients, stored=stored)
     tiles = {"q_block": 128 if widest <= 64 else 64, "kv_tile": 128 if widest <= 128 else 64}
     if options.of_products:
         tiles = option_tiles(widest, options)
     deterministic = deterministic and with_dq
-    # The producer's warps spill what they know of a panel more, or of the turns of entries with lengths, beyond 24.
-    registers = (40, 232) if tiles["kv_tile"] == 64 or (deterministic and options.lengths) else (24, 240)
+    # The producer's warps spill what they know of a panel more, of the turns of entries with lengths, or of where a sequence lies, beyond 24.
+    registers = (40, 232) if tiles["kv_tile"] == 64 or (deterministic and options.lengths) or options.packed else (24, 240)
     return BackwardConfig(
         element=ELEMENTS[problem.dtype],
         head_dim=problem.head_dim,
@@ -317,12 +319,24 @@ def _fits_though_apart(problem, kv_tile, blocks):
 
 
 def visible_queries(problem: Problem) -> tuple[int, int]:
-    """First query that may see a key, and how many from there on may."""
+    """First query that may see a key, and how many from there on may; of packed sequences, among all rows."""
+    if problem.packed:
+        return 0, problem.total_q
     if problem.offset_per_entry:
         return 0, problem.seqlen_q
     first = 0 if problem.right is None else max(0, -problem.offset - problem.right)
     end = problem.seqlen_q if problem.left is None else min(problem.seqlen_q, problem.seqlen_k - problem.offset + problem.left)
     return first, end - first
+
+
+def q_blocks(problem: Problem, config: BackwardConfig) -> int:
+    """Blocks of queries of a head; of packed sequences, over all of them."""
+    return most_tiles(problem.total_q, problem.batch, config.q_block) if problem.packed else -(-problem.seqlen_q // config.q_block)
+
+
+def kv_tiles(problem: Problem, config: BackwardConfig) -> int:
+    """Tiles of keys likewise."""
+    return most_tiles(problem.total_k, problem.batch, config.kv_tile) if problem.packed else -(-problem.seqlen_k // config.kv_tile)
 
 
 def q_blocks_of_tiles(problem: Problem, config: BackwardConfig) -> np.ndarray:

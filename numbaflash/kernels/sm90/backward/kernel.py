@@ -22,6 +22,7 @@ from ....toolchain import KernelSource
 from ... import schedule
 from ...bands import KeyBand
 from ...schedule import heads_of, next_of_walk, tile_of_turn, walk_step_of_turn
+from .. import packed
 from ..scores import Scores, option_types
 from . import by_columns, by_keys
 from .config import TICKET_BYTES, BackwardConfig, SharedMemory
@@ -46,6 +47,10 @@ def build(config: BackwardConfig) -> KernelSource:
     lengths, options_of = config.options.lengths, config.options
     band = KeyBand(kv_tile, q_block, config.left, config.right, padded=lengths)
     bounds_of_entry = Scores(q_block, options_of).bounds_of_entry(False)
+    is_packed = options_of.packed
+    if is_packed:
+        sequences = packed.Sequences(options_of, "k", kv_tile)
+        check_order, seek, order_at = packed.check_order(sequences, config.threads), packed.seek(sequences), packed.order_at
 
     load_k = tma.load_panels(4, memory.loaded_qk_panels, memory.kv_panel_bytes)
     load_v = tma.load_panels(4, memory.loaded_v_panels, memory.kv_panel_bytes, stage_bytes=0, arrives=False)
@@ -82,10 +87,19 @@ def build(config: BackwardConfig) -> KernelSource:
     order = straight_line(UniTuple(int32, 2), (int32,) * 4, order)
     rows_at = straight_line(UniTuple(uint64, 2), (uint64, uint64, int32), rows_at)
     part_at = straight_line(UniTuple(uint64, 2), (uint64, uint64, int32, int32), part_at)
-    row_of = straight_line(int32, (int32,) * 2, lambda ops, m, first_query: m * q_block - first_query)
-    key_of = straight_line(int32, (int32,) * 2, lambda ops, n, first_key: n * kv_tile - first_key)
+    # Tiles and blocks of a sequence are counted from its own first one: coordinates and numbers over all sequences begin elsewhere.
+    row_of = straight_line(
+        int32, (int32,) * 3, lambda ops, m, first_query, first_q: m * q_block + first_q if is_packed else m * q_block - first_query
+    )
+    key_of = straight_line(int32, (int32,) * 3, lambda ops, n, first_key, first_k: n * kv_tile + first_k if is_packed else n * kv_tile - first_key)
+    base_of = straight_line(int32, (int32,) * 2, lambda ops, first_q, sequence: first_q // q_block + sequence + 1)
     head_of = straight_line(int32, (int32,) * 3, lambda ops, kv_head, group, member: kv_head * group + member)
-    block_number = straight_line(int32, (int32,) * 5, lambda ops, batch, head, heads, q_blocks, m: (batch * heads + head) * q_blocks + m)
+
+    def block_number(ops, batch, head, heads, q_blocks, m, base):
+        number = (batch * heads + head) * q_blocks + m
+        return number + base if is_packed else number
+
+    block_number = straight_line(int32, (int32,) * 6, block_number)
     staged_part = straight_line(int32, (int32,) * 2, lambda ops, s_dq, part: s_dq + part * memory.part_bytes)
     ticket_at = straight_line(uint64, (uint64,), lambda ops, turns: turns - TICKET_BYTES)
     only = pipeline.start(0)
@@ -113,6 +127,13 @@ def build(config: BackwardConfig) -> KernelSource:
             mbarrier.fence_init()
             if deterministic:
                 shared.store(ticket_slot()[0], bulk.take_ticket(ticket_at(turns)))
+        first_q, first_k, base, stored = zero(), zero(), zero(), zero()
+        if is_packed:
+            order_word = order_at(ticket_slot()[0])
+            if tid == 0:
+                shared.store(order_word, packed.ALL_ASCEND)
+            cuda.syncthreads()
+            check_order(tid, order_word, options)
         cuda.syncthreads()
         block, blocks = cuda.blockIdx.x, cuda.gridDim.x
         if deterministic:  # one tile a block, in the order in which blocks start: what a tile waits for has started before it
@@ -133,19 +154,23 @@ def build(config: BackwardConfig) -> KernelSource:
                     while tile < tiles:
                         n, column = order(tile, kv_tiles, columns, section)
                         batch, kv_head, _ = heads_of(column, kv_heads, 1)
-                        if lengths:
+                        if is_packed:
+                            spot, bounds = seek(n, order_word, (seqlen_q, seqlen_k, offset, left, right), options)
+                            sequence, n, first_k, _, first_q = spot
+                            base = base_of(first_q, sequence)
+                        elif lengths:
                             bounds = bounds_of_entry(batch, (seqlen_q, seqlen_k, offset, left, right), options)
                         onward = walk_step(turn)
                         m, _, _, steps = walk_of_tile(n, group, onward, bounds)
-                        key = key_of(n, first_key)
+                        key = key_of(n, first_key, first_k)
                         pipeline.wait(k_empty, kv_place)
                         load_k(s_k, only(), k_map, k_full, key, kv_head, batch)
                         step = zero()
                         member = zero()
                         while step < steps:
                             head = head_of(kv_head, group, member)
-                            shifts_at, deltas_at = rows_at(shifts, deltas, block_number(batch, head, heads, q_blocks, m))
-                            row = row_of(m, first_query)
+                            shifts_at, deltas_at = rows_at(shifts, deltas, block_number(batch, head, heads, q_blocks, m, base))
+                            row = row_of(m, first_query, first_q)
                             pipeline.wait(q_empty, place)
                             load_row(s_shifts, place, shifts_at, q_full)
                             load_q(s_q, place, q_map, q_full, row, head, batch)
@@ -172,14 +197,18 @@ def build(config: BackwardConfig) -> KernelSource:
                 while tile < tiles:
                     n, column = order(tile, kv_tiles, columns, section)
                     batch, kv_head, _ = heads_of(column, kv_heads, 1)
-                    if lengths:
+                    if is_packed:
+                        spot, bounds = seek(n, order_word, (seqlen_q, seqlen_k, offset, left, right), options)
+                        sequence, n, first_k, _, first_q = spot
+                        base = base_of(first_q, sequence)
+                    elif lengths:
                         bounds = bounds_of_entry(batch, (seqlen_q, seqlen_k, offset, left, right), options)
                     onward = walk_step(turn)
                     m, _, _, steps = walk_of_tile(n, group, onward, bounds)
                     step = zero()
                     member = zero()
                     while step < steps:
-                        number = block_number(batch, head_of(kv_head, group, member), heads, q_blocks, m)
+                        number = block_number(batch, head_of(kv_head, group, member), heads, q_blocks, m, base)
                         target, counter = part_at(sums, turns, part, number)
                         if deterministic:
                             if warp.elect() != 0:
@@ -206,14 +235,18 @@ def build(config: BackwardConfig) -> KernelSource:
                 while tile < tiles:
                     n, column = order(tile, kv_tiles, columns, section)
                     batch, kv_head, _ = heads_of(column, kv_heads, 1)
-                    if lengths:
+                    if is_packed:
+                        spot, bounds = seek(n, order_word, (seqlen_q, seqlen_k, offset, left, right), options)
+                        sequence, n, first_k, _, first_q = spot
+                        base = base_of(first_q, sequence)
+                    elif lengths:
                         bounds = bounds_of_entry(batch, (seqlen_q, seqlen_k, offset, left, right), options)
                     onward = walk_step(turn)
                     m, _, _, steps = walk_of_tile(n, group, onward, bounds)
                     step = zero()
                     member = zero()
                     while step < steps:
-                        _, counter = part_at(sums, turns, part, block_number(batch, head_of(kv_head, group, member), heads, q_blocks, m))
+                        _, counter = part_at(sums, turns, part, block_number(batch, head_of(kv_head, group, member), heads, q_blocks, m, base))
                         if warp.elect() != 0:
                             bulk.wait_turn(counter, turn_of(n, m, bounds, kv_tiles))
                         cuda.syncwarp()
@@ -234,11 +267,16 @@ def build(config: BackwardConfig) -> KernelSource:
             while tile < tiles:
                 n, column = order(tile, kv_tiles, columns, section)
                 batch, kv_head, _ = heads_of(column, kv_heads, 1)
-                if lengths:
+                if is_packed:
+                    spot, bounds = seek(n, order_word, (seqlen_q, seqlen_k, offset, left, right), options)
+                    sequence, n, first_k, stored, first_q = spot
+                    base = base_of(first_q, sequence)
+                elif lengths:
                     bounds = bounds_of_entry(batch, (seqlen_q, seqlen_k, offset, left, right), options)
                 onward = walk_step(turn)
                 m, plain, border, steps = walk_of_tile(n, group, onward, bounds)
-                my = prepare(tid, warpgroup, n, batch, kv_head, group, seqlen_k, bounds, s_k, s_v, s_q, s_dout, s_ds, s_dq, scale_log2, options)
+                entry = sequence if is_packed else batch
+                my = prepare(tid, warpgroup, n, entry, kv_head, group, seqlen_k, bounds, s_k, s_v, s_q, s_dout, s_ds, s_dq, scale_log2, options)
                 dk = zero_dk()
                 dv = zero_dv()
                 pipeline.wait(k_full, kv_place)
@@ -248,13 +286,13 @@ def build(config: BackwardConfig) -> KernelSource:
                 step = zero()
                 member = zero()
                 if step < steps:
-                    number = block_number(batch, head_of(kv_head, group, member), heads, q_blocks, m)
+                    number = block_number(batch, head_of(kv_head, group, member), heads, q_blocks, m, base)
                     carried, dk, dv, place = enter(dk, dv, place, m, member, number, ring, sums, my)
                     if enters_with_a_step:
                         m, member = next_of_walk(m, member, group, onward)
                         step = following(step)
                     while step < steps:
-                        number = block_number(batch, head_of(kv_head, group, member), heads, q_blocks, m)
+                        number = block_number(batch, head_of(kv_head, group, member), heads, q_blocks, m, base)
                         if step >= plain and step < border:
                             carried, dk, dv, place = plain_step(carried, dk, dv, place, m, member, number, ring, sums, my)
                         else:
@@ -262,7 +300,7 @@ def build(config: BackwardConfig) -> KernelSource:
                         m, member = next_of_walk(m, member, group, onward)
                         step = following(step)
                     dk, dv, place = finish(carried, dk, dv, place, ring, my)
-                leave(dk, dv, n, bounds, kv_head, batch, dk_map, dv_map, s_k, s_v, k_empty, v_empty, scale_of_dk, my)
+                leave(dk, dv, n, bounds, kv_head, batch, dk_map, dv_map, s_k, s_v, k_empty, v_empty, scale_of_dk, first_k, stored, my)
                 turn = following(turn)
                 tile = tile_of_turn(turn, block, blocks)
 
