@@ -76,7 +76,7 @@ def check_each_alone(family, library, causal=True, d=128):
     case = packed.PackedCase(**LENGTHS, heads=4, kv_heads=2, head_dim=d, head_dim_v=d, dtype="float16", causal=causal, **EDGES)
     problem, values, options = case.inputs()
     if dispatch.family(family).supports(problem, libraries.device_of(library)):
-        return
+        return None
     arrays = {name: packed._array(values[name], problem.dtype_of(name), library) for name in ("q", "k", "v", *problem.options)}
     with dispatch.use_family(family):
         found = [libraries.to_numpy(x) for x in numbaflash.forward_varlen(**arrays, causal=causal, return_lse=True)]
@@ -93,6 +93,7 @@ def check_each_alone(family, library, causal=True, d=128):
             out, lse = (libraries.to_numpy(x)[0] for x in numbaflash.forward(*alone, causal=causal, return_lse=True))
             np.testing.assert_allclose(found[0][rows], out, atol=4e-3)
             np.testing.assert_allclose(found[1][:, rows], lse, atol=1e-4)
+    return ""
 
 
 def check_many_tiles(family, library, sequences=3000):
@@ -170,9 +171,10 @@ def main(processes: int) -> int:
     for family in ("sm90", "simt"):
         errors = [error for each, error in found if each == family]
         failures = [error for error in errors if error]
-        print(f"{family}: {len(errors)} jobs, {len(failures)} fail", *failures[:20], sep="\n", flush=True)
+        skipped = errors.count(None)
+        print(f"{family}: {len(errors)} jobs, {len(failures)} fail, {skipped} it cannot compute", *failures[:20], sep="\n", flush=True)
     print(f"{time.monotonic() - start:.0f} s")
-    return any(error for _, error in found)
+    return int(any(error != "" for _, error in found))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from . import unseen
 from .config import PART_ROWS, ROW_THREADS, SINK_THREADS, TICKET_BYTES, BackwardConfig, SharedMemory
 
 LOG2E = math.log2(math.e)
+WARP = 32  # threads
 _ROUNDED = 2.0**-20  # how far, relatively, families differ in the LSE of a row that has only its sink
 
 
@@ -334,8 +335,8 @@ def build_dsinks(config: BackwardConfig) -> KernelSource:
         add_packed_row = straight_line(float32, (float32, uint64, uint64, *(int32,) * 8, given), add_packed_row)
     no_bounds = straight_line(BOUNDS, (), lambda ops: [ops.integer(0)] * 5)
     blocks_of = straight_line(int32, (int32,), lambda ops, rows: rows // q_block)
-    next_warps = straight_line(int32, (int32,), lambda ops, number: number + threads // 32)
-    next_lanes = straight_line(int32, (int32,), lambda ops, row: row + 32)
+    next_warps = straight_line(int32, (int32,), lambda ops, number: number + threads // WARP)
+    next_lanes = straight_line(int32, (int32,), lambda ops, row: row + WARP)
 
     def kernel(dsinks, stride, lse, deltas, batches, seqlen_q, heads, rows, *given):
         head, thread = cuda.blockIdx.x, cuda.threadIdx.x
