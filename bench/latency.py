@@ -9,6 +9,7 @@ import argparse
 import gc
 import json
 import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,8 @@ MEMORY = tuple(Cell("float16", 1, seqlen, 16, 16, 128, True) for seqlen in (2048
 SECTIONS = ("host", "first", "memory")
 BLOCKS, CALLS = 40, 100  # a block stays below the thousand launches that a stream queues
 PROCESS_TIMEOUT_S = 180
+YARDSTICKS = {"python": platform.python_version, "cupy": lambda: sys.modules["cupy"].__version__}
+"""Versions of what `yardstick_calls` times."""
 
 
 def host_microseconds(call, synchronize, *, blocks=BLOCKS, calls=CALLS, clock=time.perf_counter) -> list[float]:
@@ -198,7 +201,7 @@ class Quantities:
                     "direction": direction or self.direction,
                     **cell.fields(),
                     "library": library,
-                    "version": self.libraries[library].version,
+                    "version": self.libraries[library].version if library in self.libraries else YARDSTICKS[library](),
                     "ms": None if milliseconds is None else value * milliseconds,
                     "tflops": None,
                     "quantity": quantity,

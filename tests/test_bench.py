@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -777,6 +778,19 @@ def test_host_time_leaves_the_device_out():
 def gathered(notes):
     libraries = {name: OnCpu(name, SimulatedDevice(), 1.0) for name in ("numbaflash", "fa2")}
     return latency.Latency(libraries, {"gpu": "NVIDIA H200"}, notes.append)
+
+
+def test_yardsticks_of_the_host_are_recorded(monkeypatch):
+    cupy = types.SimpleNamespace(__version__="14", RawKernel=lambda code, name: lambda grid, block, arguments: None)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(latency, "cupy_inputs", lambda cupy, cell: [None] * 3)
+    notes = []
+    run = gathered(notes)
+    for name, case, _, call in latency.yardstick_calls(run.libraries, latency.SMALL):
+        call()
+        run.record(latency.SMALL, name, case, "host time a call", [1.0], "us")
+    assert [(r["library"], r["case"]) for r in run.records] == [("python", "sum of 1000 integers"), ("cupy", "RawKernel that does nothing")]
+    assert run.records[1]["version"] == "14"
 
 
 def test_first_calls_are_cold_then_cached(monkeypatch):
