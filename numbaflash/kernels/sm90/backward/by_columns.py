@@ -20,6 +20,7 @@ from .. import packed
 from . import unseen
 from .config import BackwardConfig, SharedMemory
 from .scores import KeyScores
+from .weights import weighing
 from .work import Work
 
 inline = cuda.jit(device=True, inline="always")
@@ -63,23 +64,22 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     wait_dv_before_dq, wait_dk_alone = wgmma.wait(1, dv_part), wgmma.wait(0, d_part)
     scale_dk = fragment.scale(d_part)
     select_dk, select_dv = fragment.select_rows(d_part), fragment.select_rows(dv_part)
-    probabilities, score_gradients = fragment.probabilities(half), fragment.score_gradients(half)
-    mask = fragment.mask_band(half, True, config.left, 0.0, q_block)
     to_16bit, dk_to_16bit, dv_to_16bit = (fragment.to_16bit(n, config.element) for n in (half, d_part, dv_part))
     put_half = fragment.store_matrix(half, 0, shifted=True)
     put_dk, put_dv = fragment.store_matrix(d_part, kv_panel_bytes), fragment.store_matrix(dv_part, kv_panel_bytes)
     store_dk, store_dv = (tma.store_panels(4, 0, n, kv_panel_bytes) for n in (memory.loaded_qk_panels, memory.loaded_v_panels))
     add_part = fragment.add_plain(d_part)
     advance, only = pipeline.advance(config.stages), pipeline.start(0)
-    values_at, pds_slot = pipeline.slot(memory.row_bytes), pipeline.slot(memory.ds_bytes)
+    pds_slot = pipeline.slot(memory.ds_bytes)
 
     # What options do; each of these is compiled in only where there is one that needs it.
     options_of, cleans, may_hide_keys = config.options, config.cleans_queries, config.may_hide_keys
     with_options, drops, crowded = bool(options_of), options_of.dropout, config.crowded
     of_scores = KeyScores(half, q_block, options_of, config.left)
+    make_weights = weighing(of_scores, memory)
     take_seat, fetch, no_words, keep_factor = of_scores.take_seat(), of_scores.fetch(), of_scores.no_words(), of_scores.keep_factor()
     fetches = of_scores.fetches
-    column_values, scale_dv = fragment.column_values(half), fragment.scale(dv_part)
+    scale_dv = fragment.scale(dv_part)
     clean = unseen.queries(config, memory) if cleans else None
     clean_keys, seen_rows = unseen.keys(config, memory) if options_of.hides else (None, None)
     masked_keys, spoilt_dk, spoilt_dv = bool(options_of.mask), fragment.spoilt(d_part), fragment.spoilt(dv_part)
@@ -152,32 +152,6 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
         if deterministic:
             warp.barrier_sync(plus(my.w, MAY_ADD), 160)
         add_part(dq, part_at(sums, my.w, number), my.thread)
-
-    def make_weights(masked):
-        weigh, differentiate = of_scores.weigh(masked), of_scores.differentiate(masked)
-
-        @inline
-        def weights(s, words, place, m, head, ring, my):
-            """P^T as dV needs it, and as the gradient of the scores does."""
-            if with_options:
-                shifts = column_values(plus(values_at(ring.shifts, place), my.columns))
-                return weigh(s, shifts, words, my.seat, m, head, my.limits, my.scale_log2, my.options)
-            p = probabilities(s, plus(values_at(ring.shifts, place), my.columns), my.scale_log2)
-            if masked:
-                p = mask(p, m, my.limits)
-            return p, p
-
-        @inline
-        def gradients(p, dp, place, m, ring, my):
-            """dS^T."""
-            if with_options:
-                return differentiate(p, dp, column_values(plus(values_at(ring.deltas, place), my.columns)), my.options)
-            ds = score_gradients(p, dp, plus(values_at(ring.deltas, place), my.columns))
-            if masked:
-                ds = mask(ds, m, my.limits)
-            return ds
-
-        return weights, gradients
 
     # With overlap, dK is a block behind: its product runs while the probabilities of the next block are computed.
 

@@ -22,6 +22,7 @@ from .. import packed
 from . import unseen
 from .config import PART_ROWS, BackwardConfig, SharedMemory
 from .scores import KeyScores
+from .weights import weighing
 from .work import Work
 
 inline = cuda.jit(device=True, inline="always")
@@ -60,8 +61,6 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     wait_dv, wait_dk = wgmma.wait(int(with_dk), dv_columns), wgmma.wait(0, d)
     scale_dk = fragment.scale(d)
     select_dk, select_dv = fragment.select_rows(d), fragment.select_rows(dv_columns)
-    probabilities, score_gradients = fragment.probabilities(q_block), fragment.score_gradients(q_block)
-    mask = fragment.mask_band(q_block, True, config.left, 0.0)
     to_16bit, dk_to_16bit, dv_to_16bit = (fragment.to_16bit(n, config.element) for n in (q_block, d, dv_columns))
     put_ds, put_part = fragment.store_matrix(q_block, kv_panel_bytes), fragment.store_plain(part_columns)
     dk_panel_bytes = 64 * wgmma.ROW_BYTES
@@ -69,15 +68,16 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     store_dk = tma.store_panels(4, 0, memory.loaded_qk_panels, dk_panel_bytes)
     store_dv = tma.store_panels(4, 0, memory.loaded_v_panels, kv_panel_bytes)
     advance, only = pipeline.advance(config.stages), pipeline.start(0)
-    values_at, ds_slot = pipeline.slot(memory.row_bytes), pipeline.slot(memory.ds_bytes)
+    ds_slot = pipeline.slot(memory.ds_bytes)
 
     # What options do; each of these is compiled in only where there is one that needs it.
     options_of, cleans, may_hide_keys = config.options, config.cleans_queries, config.may_hide_keys
     with_options, drops, crowded = bool(options_of), options_of.dropout, config.crowded
     of_scores = KeyScores(q_block, q_block, options_of, config.left)
+    make_weights = weighing(of_scores, memory)
     take_seat, fetch, no_words, keep_factor = of_scores.take_seat(), of_scores.fetch(), of_scores.no_words(), of_scores.keep_factor()
     fetches, splits = of_scores.fetches, of_scores.splits
-    column_values, scale_dv = fragment.column_values(q_block), fragment.scale(dv_columns)
+    scale_dv = fragment.scale(dv_columns)
     clean = unseen.queries(config, memory) if cleans else None
     clean_keys, seen_rows = unseen.keys(config, memory) if options_of.hides else (None, None)
     masked_keys, spoilt_dk, spoilt_dv = bool(options_of.mask), fragment.spoilt(d), fragment.spoilt(dv_columns)
@@ -151,28 +151,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
         warp.barrier_arrive(full, 160)
 
     def make_step(masked):
-        weigh, differentiate = of_scores.weigh(masked), of_scores.differentiate(masked)
-
-        @inline
-        def weights(s, words, place, m, head, ring, my):
-            """P^T as dV needs it, and as the gradient of the scores does."""
-            if with_options:
-                shifts = column_values(plus(values_at(ring.shifts, place), my.columns))
-                return weigh(s, shifts, words, my.seat, m, head, my.limits, my.scale_log2, my.options)
-            p = probabilities(s, plus(values_at(ring.shifts, place), my.columns), my.scale_log2)
-            if masked:
-                p = mask(p, m, my.limits)
-            return p, p
-
-        @inline
-        def gradients(p, dp, place, m, ring, my):
-            """dS^T."""
-            if with_options:
-                return differentiate(p, dp, column_values(plus(values_at(ring.deltas, place), my.columns)), my.options)
-            ds = score_gradients(p, dp, plus(values_at(ring.deltas, place), my.columns))
-            if masked:
-                ds = mask(ds, m, my.limits)
-            return ds
+        weights, gradients = make_weights(masked)
 
         @inline
         def step(carried, dk, dv, place, m, member, number, ring, sums, my):

@@ -1,0 +1,49 @@
+"""From scores to weights, and from the weights' gradients to the scores', of a consumer's block: plain, or under options."""
+
+from __future__ import annotations
+
+from numba import cuda
+
+from ....ptx import fragment, pipeline
+from ....ptx.index import plus
+from .config import SharedMemory
+from .scores import KeyScores
+
+inline = cuda.jit(device=True, inline="always")
+
+
+def weighing(of_scores: KeyScores, memory: SharedMemory):
+    """``f(masked) -> (weights, gradients)`` of fragments of so many columns.
+
+    ``weights(s, words, place, m, head, ring, my)`` returns P^T as dV needs it, and as the gradient of the scores does;
+    ``gradients(p, dp, place, m, ring, my)`` returns dS^T.
+    """
+    columns, with_options, values_at = of_scores.columns, bool(of_scores.options), pipeline.slot(memory.row_bytes)
+    probabilities, score_gradients = fragment.probabilities(columns), fragment.score_gradients(columns)
+    mask, column_values = fragment.mask_band(columns, True, of_scores.left, 0.0, of_scores.q_block), fragment.column_values(columns)
+
+    def make(masked):
+        weigh, differentiate = of_scores.weigh(masked), of_scores.differentiate(masked)
+
+        @inline
+        def weights(s, words, place, m, head, ring, my):
+            if with_options:
+                shifts = column_values(plus(values_at(ring.shifts, place), my.columns))
+                return weigh(s, shifts, words, my.seat, m, head, my.limits, my.scale_log2, my.options)
+            p = probabilities(s, plus(values_at(ring.shifts, place), my.columns), my.scale_log2)
+            if masked:
+                p = mask(p, m, my.limits)
+            return p, p
+
+        @inline
+        def gradients(p, dp, place, m, ring, my):
+            if with_options:
+                return differentiate(p, dp, column_values(plus(values_at(ring.deltas, place), my.columns)), my.options)
+            ds = score_gradients(p, dp, plus(values_at(ring.deltas, place), my.columns))
+            if masked:
+                ds = mask(ds, m, my.limits)
+            return ds
+
+        return weights, gradients
+
+    return make
