@@ -102,6 +102,7 @@ def build(config: BackwardConfig) -> KernelSource:
     block_number = straight_line(int32, (int32,) * 6, block_number)
     staged_part = straight_line(int32, (int32,) * 2, lambda ops, s_dq, part: s_dq + part * memory.part_bytes)
     ticket_at = straight_line(uint64, (uint64,), lambda ops, turns: turns - TICKET_BYTES)
+    kv_place_of_turn = straight_line(UniTuple(int32, 2), (int32,), lambda ops, turn: [ops.integer(0), turn & 1])
     only = pipeline.start(0)
 
     def kernel(
@@ -279,8 +280,11 @@ def build(config: BackwardConfig) -> KernelSource:
                 my = prepare(tid, warpgroup, n, entry, kv_head, group, seqlen_k, bounds, s_k, s_v, s_q, s_dout, s_ds, s_dq, scale_log2, options)
                 dk = zero_dk()
                 dv = zero_dv()
+                if is_packed:  # one register less to keep
+                    kv_place = kv_place_of_turn(turn)
                 pipeline.wait(k_full, kv_place)
-                kv_place = kv_advance(kv_place)
+                if not is_packed:
+                    kv_place = kv_advance(kv_place)
                 if cleans_keys:
                     clean_keys(s_k, n, my.w, my.thread, my.lane, batch, kv_head, group, bounds, options)
                 step = zero()
