@@ -130,7 +130,7 @@ def attention(
     more = {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
     if not (softcap is mask is bias is alibi_slopes is sinks is seed is seqlens_q is seqlens_k is None and dropout == 0):
         options |= {"softcap": softcap, "dropout": dropout, "seed": seed}
-    if any(isinstance(x, torch.Tensor) and x.is_nested for x in (q, k, v)):
+    if getattr(q, "is_nested", False) or getattr(k, "is_nested", False) or getattr(v, "is_nested", False):
         return _attend_nested(q, k, v, options, more, return_lse, deterministic)
     return _attend(q, k, v, options, more, return_lse, deterministic)
 

@@ -887,6 +887,13 @@ def test_packed_plans_fit_the_hardware():
                 assert shared_bytes <= MAX_SHARED
 
 
+def test_many_packed_sequences_that_may_be_long():
+    """Rows are counted, not sequences times the longest."""
+    q, boundaries = (2**24, 32, 64), ((2**16 + 1,), "int32")
+    problem = make_packed_problem(q, q, q, ("float16",) * 3, cu_seqlens_q=boundaries, cu_seqlens_k=boundaries, max_seqlen_q=2**24)
+    assert sm90.supports(problem, H200) == ()
+
+
 def test_what_packed_sequences_lack():
     for changes, reason in (({"batch": 0}, "there is no sequence"), ({"heads": 2**16, "batch": 2**15}, "in 32 bits")):
         shape = (1024, changes.get("heads", 8), 64)

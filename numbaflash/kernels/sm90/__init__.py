@@ -44,7 +44,7 @@ def supports(problem: Problem, device: Device, features: frozenset[str] = FEATUR
         reasons.append("no query sees a key, and a tensor map cannot be empty")
     if problem.packed and problem.heads * (max(problem.total_q, problem.total_k) // 64 + problem.batch + 2) >= 2**31:
         reasons.append("it counts tiles in 32 bits, and there may be more")
-    if problem.batch * problem.heads * problem.seqlen_q >= 2**31 * 64:
+    if problem.rows_q * problem.heads >= 2**31 * 64:
         reasons.append("it counts q tiles in 32 bits, and there are more")
     return tuple(reasons)
 

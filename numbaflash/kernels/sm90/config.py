@@ -197,7 +197,7 @@ def packed_heads(problem: Problem, q_tile: int) -> int:
 
 def forward_config(problem: Problem, layouts: Layouts | None = None) -> ForwardConfig:
     """The tuning choice for a problem: a pure function of it and of how its options lie (without layouts: row-major), measured on an H200
-    (docs/performance.md)."""
+    (docs/performance.md), but for options: their tiles are those that do not spill."""
     problem, whole = kernel_keys(problem)[0], problem
     d, dv = problem.head_dim, problem.head_dim_v
     widest = max(d, dv)

@@ -27,6 +27,8 @@ from ..scores import Scores, option_types
 from . import by_columns, by_keys
 from .config import TICKET_BYTES, BackwardConfig, SharedMemory
 
+inline = cuda.jit(device=True, inline="always")
+
 # Named barriers of the first part of dQ and the warp of the producer warpgroup that goes with it; one a part.
 DQ_FULL, DQ_EMPTY = by_keys.DQ_FULL, by_keys.DQ_EMPTY
 MAY_ADD, ADDED = by_columns.MAY_ADD, by_columns.ADDED
@@ -105,6 +107,22 @@ def build(config: BackwardConfig) -> KernelSource:
     kv_place_of_turn = straight_line(UniTuple(int32, 2), (int32,), lambda ops, turn: [ops.integer(0), turn & 1])
     only = pipeline.start(0)
 
+    # (batch entry, tile in it, first query, first key, keys to store, number of its first block of queries, bounds) of a tile.
+    @inline
+    def locate(n, batch, order_word, whole, options):
+        return batch, n, zero(), zero(), zero(), zero(), whole
+
+    @inline
+    def locate_within_lengths(n, batch, order_word, whole, options):
+        return batch, n, zero(), zero(), zero(), zero(), bounds_of_entry(batch, whole, options)
+
+    @inline
+    def locate_packed(n, batch, order_word, whole, options):
+        (sequence, tile, first_k, stored, first_q), bounds = seek(n, order_word, whole, options)
+        return sequence, tile, first_q, first_k, stored, base_of(first_q, sequence), bounds
+
+    locate = locate_packed if is_packed else locate_within_lengths if lengths else locate
+
     def kernel(
         q_map, k_map, v_map, dout_map, dk_map, dv_map, shifts, deltas, sums, turns,
         seqlen_q, seqlen_k, offset, left, right, first_query, first_key, heads, kv_heads, group, q_blocks, kv_tiles, columns, section, tiles,
@@ -112,7 +130,7 @@ def build(config: BackwardConfig) -> KernelSource:
     ):  # fmt: skip
         tid = cuda.threadIdx.x
         warpgroup = warp.shuffle_index(warpgroup_of(tid), 0)
-        bounds = (seqlen_q, seqlen_k, offset, left, right)
+        whole = (seqlen_q, seqlen_k, offset, left, right)
         s_k, s_v, s_q, s_dout, s_ds, s_dq, s_shifts, s_deltas = addresses()
         k_full, k_empty, v_empty, q_full, q_empty, dout_full, dout_empty, ds_full, ds_empty = barriers()
         if tid == 0:
@@ -128,7 +146,7 @@ def build(config: BackwardConfig) -> KernelSource:
             mbarrier.fence_init()
             if deterministic:
                 shared.store(ticket_slot()[0], bulk.take_ticket(ticket_at(turns)))
-        first_q, first_k, base, stored = zero(), zero(), zero(), zero()
+        order_word = zero()
         if is_packed:
             order_word = order_at(ticket_slot()[0])
             if tid == 0:
@@ -155,12 +173,7 @@ def build(config: BackwardConfig) -> KernelSource:
                     while tile < tiles:
                         n, column = order(tile, kv_tiles, columns, section)
                         batch, kv_head, _ = heads_of(column, kv_heads, 1)
-                        if is_packed:
-                            spot, bounds = seek(n, order_word, (seqlen_q, seqlen_k, offset, left, right), options)
-                            sequence, n, first_k, _, first_q = spot
-                            base = base_of(first_q, sequence)
-                        elif lengths:
-                            bounds = bounds_of_entry(batch, (seqlen_q, seqlen_k, offset, left, right), options)
+                        _, n, first_q, first_k, _, base, bounds = locate(n, batch, order_word, whole, options)
                         onward = walk_step(turn)
                         m, _, _, steps = walk_of_tile(n, group, onward, bounds)
                         key = key_of(n, first_key, first_k)
@@ -198,12 +211,7 @@ def build(config: BackwardConfig) -> KernelSource:
                 while tile < tiles:
                     n, column = order(tile, kv_tiles, columns, section)
                     batch, kv_head, _ = heads_of(column, kv_heads, 1)
-                    if is_packed:
-                        spot, bounds = seek(n, order_word, (seqlen_q, seqlen_k, offset, left, right), options)
-                        sequence, n, first_k, _, first_q = spot
-                        base = base_of(first_q, sequence)
-                    elif lengths:
-                        bounds = bounds_of_entry(batch, (seqlen_q, seqlen_k, offset, left, right), options)
+                    _, n, first_q, first_k, _, base, bounds = locate(n, batch, order_word, whole, options)
                     onward = walk_step(turn)
                     m, _, _, steps = walk_of_tile(n, group, onward, bounds)
                     step = zero()
@@ -236,12 +244,7 @@ def build(config: BackwardConfig) -> KernelSource:
                 while tile < tiles:
                     n, column = order(tile, kv_tiles, columns, section)
                     batch, kv_head, _ = heads_of(column, kv_heads, 1)
-                    if is_packed:
-                        spot, bounds = seek(n, order_word, (seqlen_q, seqlen_k, offset, left, right), options)
-                        sequence, n, first_k, _, first_q = spot
-                        base = base_of(first_q, sequence)
-                    elif lengths:
-                        bounds = bounds_of_entry(batch, (seqlen_q, seqlen_k, offset, left, right), options)
+                    _, n, first_q, first_k, _, base, bounds = locate(n, batch, order_word, whole, options)
                     onward = walk_step(turn)
                     m, _, _, steps = walk_of_tile(n, group, onward, bounds)
                     step = zero()
@@ -268,15 +271,9 @@ def build(config: BackwardConfig) -> KernelSource:
             while tile < tiles:
                 n, column = order(tile, kv_tiles, columns, section)
                 batch, kv_head, _ = heads_of(column, kv_heads, 1)
-                if is_packed:
-                    spot, bounds = seek(n, order_word, (seqlen_q, seqlen_k, offset, left, right), options)
-                    sequence, n, first_k, stored, first_q = spot
-                    base = base_of(first_q, sequence)
-                elif lengths:
-                    bounds = bounds_of_entry(batch, (seqlen_q, seqlen_k, offset, left, right), options)
+                entry, n, first_q, first_k, stored, base, bounds = locate(n, batch, order_word, whole, options)
                 onward = walk_step(turn)
                 m, plain, border, steps = walk_of_tile(n, group, onward, bounds)
-                entry = sequence if is_packed else batch
                 my = prepare(tid, warpgroup, n, entry, kv_head, group, seqlen_k, bounds, s_k, s_v, s_q, s_dout, s_ds, s_dq, scale_log2, options)
                 dk = zero_dk()
                 dv = zero_dv()
@@ -286,7 +283,7 @@ def build(config: BackwardConfig) -> KernelSource:
                 if not is_packed:
                     kv_place = kv_advance(kv_place)
                 if cleans_keys:
-                    clean_keys(s_k, n, my.w, my.thread, my.lane, batch, kv_head, group, bounds, options)
+                    clean_keys(s_k, n, my.w, my.thread, my.lane, entry, kv_head, group, bounds, options)
                 step = zero()
                 member = zero()
                 if step < steps:
