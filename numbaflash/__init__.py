@@ -9,13 +9,16 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from .api import Explanation, backward, explain, forward, merge
+    from .block_mask import BlockMask
     from .differentiable import attention
     from .environment import env
+    from .plotting import plot_mask
     from .problem import UnsupportedError
     from .toolchain.warmup import warmup
     from .varlen import attention_varlen, backward_varlen, forward_varlen
 
 __all__ = [
+    "BlockMask",
     "Explanation",
     "UnsupportedError",
     "__version__",
@@ -28,10 +31,12 @@ __all__ = [
     "forward",
     "forward_varlen",
     "merge",
+    "plot_mask",
     "warmup",
 ]
 
 _HOME = {
+    "BlockMask": "block_mask",
     "Explanation": "explanation",
     "UnsupportedError": "problem",
     "attention": "differentiable",
@@ -43,6 +48,7 @@ _HOME = {
     "forward": "api",
     "forward_varlen": "varlen",
     "merge": "api",
+    "plot_mask": "plotting",
     "warmup": "toolchain.warmup",
 }
 

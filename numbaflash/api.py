@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .arrays import LIBRARIES, one_library
+from .block_mask import mask_arrays
 from .call import aligned_workspace, find, prepare, prepare_backward, run
 from .dispatch import BACKWARD_OPERANDS, forced_family
 from .explanation import Explanation
@@ -72,8 +73,9 @@ def forward(
         ``None`` is unbounded.
     softcap : float, optional
         Scores become ``softcap * tanh(score / softcap)`` before anything is added to them.
-    mask : array of bool, broadcast to (batch, heads, seqlen_q, seqlen_k), optional
-        True where a query may see a key, and causal, window and lengths let it. Up to 4 axes, any strides; never copied or expanded.
+    mask : array of bool, broadcast to (batch, heads, seqlen_q, seqlen_k), or BlockMask, optional
+        True where a query may see a key, and causal, window and lengths let it. Up to 4 axes, any strides; never copied or expanded. Blocks of
+        nothing but False are skipped; a `BlockMask` knows them beforehand, and needs no array of this size.
     bias : array, broadcast likewise, optional
         float16, bfloat16 or float32 (or float64 for q of float64); added to the scores. -inf hides a key, as a mask does.
     alibi_slopes : array of float32, (heads,) or (batch, heads), optional
@@ -150,10 +152,12 @@ def forward(
     if return_lse is not False and return_lse is not True:
         return_lse = check_flag("return_lse", return_lse)
     if not (softcap is mask is bias is alibi_slopes is sinks is seed is seqlens_q is seqlens_k is None and dropout == 0.0):
-        arrays = {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
+        others = {"bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
+        arrays = mask_arrays(mask, q, k) | others
         options, seed = _check_options(library, q, arrays, scale, causal, window, softcap, dropout, seed)
         if library.forward is not None:
-            return library.forward(q, k, v, **options, **arrays, seed=seed, return_lse=return_lse, out=out, lse=lse, stream=stream)
+            more = {"seed": seed, "return_lse": return_lse, "out": out, "lse": lse, "stream": stream}
+            return library.forward(q, k, v, **options, mask=mask, **others, **more)
         wanted = ("out", "lse") if return_lse else ("out",)
         found = run("forward", library, {"q": q, "k": k, "v": v} | arrays, {"out": out, "lse": lse}, wanted, options, stream, seed=seed)
         return (found["out"], found["lse"]) if return_lse else found["out"]
@@ -349,12 +353,14 @@ def backward(
     if deterministic is not False and deterministic is not True:
         deterministic = check_flag("deterministic", deterministic)
     if not (softcap is mask is bias is alibi_slopes is sinks is seed is seqlens_q is seqlens_k is None and dropout == 0.0):
-        arrays = {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
+        others = {"bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
+        arrays = mask_arrays(mask, q, k) | others
         options, seed = _check_options(library, q, arrays, scale, causal, window, softcap, dropout, seed)
         results = {"dq": dq, "dk": dk, "dv": dv, "dbias": dbias, "dsinks": dsinks}
         more = {"seed": seed, "deterministic": deterministic, "needs": needs}
         if library.backward is not None:
-            return library.backward(dout, q, k, v, out, lse, **options, **arrays, dlse=dlse, **results, **more, stream=stream)
+            more |= {"dlse": dlse, "stream": stream}
+            return library.backward(dout, q, k, v, out, lse, **options, mask=mask, **others, **results, **more)
         arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse} | arrays
         found = run("backward", library, arrays, results, tuple(f"d{name}" for name in needs), options, stream, **more)
         return (*map(found.get, ("dq", "dk", "dv")), *(found[f"d{name}"] for name in needs if name not in NEEDS))
@@ -442,7 +448,7 @@ def _check_options(library, q, arrays, scale, causal, window, softcap, dropout, 
     """(options that are numbers, seed), checked as far as they can be without a look at the arrays but for their libraries."""
     for name, x in arrays.items():
         if x is not None and LIBRARIES.get(type(x)) is not library:
-            one_library(q=q, **{name: x})
+            one_library(q=q, **{"mask" if name == "block_mask" else name: x})
     dropout = check_dropout(dropout)
     options = {"scale": scale, "causal": causal, "window": window, "softcap": check_softcap(softcap), "dropout": dropout}
     return options, check_seed(seed, dropout)
@@ -569,7 +575,7 @@ def explain(
     >>> told.plan.family, told.families["sm90"][0]
     ('cpu', 'it has no mask')
     """
-    arrays = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    arrays = {"q": q, "k": k, "v": v} | mask_arrays(mask, q, k) | {"bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
     arrays |= {"seqlens_q": seqlens_q, "seqlens_k": seqlens_k, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "out": out, "lse": lse}
     gradients = {"dout": dout, "dlse": dlse, "dq": dq, "dk": dk, "dv": dv, "dbias": dbias, "dsinks": dsinks}
     options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap, "dropout": check_dropout(dropout)}
@@ -582,4 +588,4 @@ def explain(
             raise ValueError(f"packed sequences have no {', '.join(others)}; leave {'them' if len(others) > 1 else 'it'} out")
         options |= {"max_seqlen_q": check_max_seqlen("max_seqlen_q", max_seqlen_q), "max_seqlen_k": check_max_seqlen("max_seqlen_k", max_seqlen_k)}
     more = {"direction": direction, "return_lse": return_lse, "deterministic": deterministic, "needs": needs}
-    return _explain(_present(**arrays), _present(**gradients), options, **more)
+    return _explain(_present(**arrays), _present(**gradients), options, mask=mask, **more)

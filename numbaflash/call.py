@@ -320,7 +320,8 @@ def describe(library: Library, arrays: dict, options: dict, direction: str = "fo
 
 def check_one_device(facts: dict[str, Facts]) -> None:
     if len({(each.kind, each.index) for each in facts.values() if each.index is not None}) > 1:
-        raise ValueError(f"all arrays must lie on one device; got {', '.join(f'{name} on {each.place}' for name, each in facts.items())}")
+        shown = {"mask" if name == "block_mask" else name: each.place for name, each in facts.items()}
+        raise ValueError(f"all arrays must lie on one device; got {', '.join(f'{name} on {place}' for name, place in shown.items())}")
 
 
 def plan_call(problem: Problem, facts: dict[str, Facts], with_lse: bool, device: dispatch.Device) -> dispatch.Plan:

@@ -12,13 +12,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from .problem import DIFFERENTIABLE_OPTIONS, OPTIONS, PACKED, Problem, UnsupportedError
+from .problem import DIFFERENTIABLE_OPTIONS, MASKS, OPTIONS, PACKED, Problem, UnsupportedError
 
 FAMILIES = ("sm90", "simt", "cpu")
 """Kernel families, the preferred one first."""
 
 OPERANDS = ("q", "k", "v", "out", "lse")
-"""Arrays of a forward call without options, in the order in which a `Launch` takes their addresses."""
+"""Arrays of a forward call without options, in the order in which a `Launch` takes their addresses. With a mask there is a workspace, last of all."""
 
 BACKWARD_OPERANDS = ("dout", "q", "k", "v", "out", "lse", "dlse", "dq", "dk", "dv", "workspace")
 """The same of a backward call."""
@@ -37,11 +37,13 @@ def operands(problem: Problem, direction: str = "forward") -> tuple[str, ...]:
 
 def operands_with(options: tuple[str, ...], dropout: bool, direction: str = "forward") -> tuple[str, ...]:
     """The same, of a problem with these arrays of `OPTIONS` and `PACKED`, with or without dropout."""
+    workspace = BACKWARD_OPERANDS[-1:]
+    masked = any(name in options for name in MASKS)
     options += ("seed",) if dropout else ()
     if direction == "forward":
-        return OPERANDS + options
+        return OPERANDS + options + (workspace if masked else ())
     gradients = tuple(f"d{name}" for name in DIFFERENTIABLE_OPTIONS if name in options)
-    return BACKWARD_OPERANDS[:-1] + options + gradients + BACKWARD_OPERANDS[-1:]
+    return BACKWARD_OPERANDS[:-1] + options + gradients + workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ def contiguous_strides(shape, itemsize: int) -> tuple[int, ...]:
 class Layouts:
     """Layout of every operand of a call. ``lse`` is None when nobody asked for it, and so is what the problem has not.
 
-    ``mask`` and ``bias`` have 4 axes and ``alibi_slopes`` 2, with strides of 0 along those that are broadcast. Packed arrays have an axis less than
+    ``mask`` and ``bias`` have 4 axes, ``block_mask`` 3 and ``alibi_slopes`` 2, with strides of 0 along those that are broadcast. Packed arrays have an axis less than
     padded ones, as `Problem` says.
     """
 
@@ -108,6 +110,7 @@ class Layouts:
     out: Layout
     lse: Layout | None = None
     mask: Layout | None = None
+    block_mask: Layout | None = None
     bias: Layout | None = None
     alibi_slopes: Layout | None = None
     sinks: Layout | None = None
@@ -135,6 +138,7 @@ class BackwardLayouts:
     dk: Layout | None = None
     dv: Layout | None = None
     mask: Layout | None = None
+    block_mask: Layout | None = None
     bias: Layout | None = None
     alibi_slopes: Layout | None = None
     sinks: Layout | None = None
@@ -173,7 +177,7 @@ class Plan:
     deterministic : bool
         Backward only: the same inputs give the same bits.
     workspace_bytes : int
-        Backward only: memory that the caller's library allocates for the call, 256-byte aligned, of any contents.
+        Memory that the caller's library allocates for the call, 256-byte aligned, of any contents: for the backward, and where there is a mask.
     """
 
     family: str

@@ -32,8 +32,11 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 NEEDS = ("q", "k", "v")
 """Inputs that always have gradients."""
 
-OPTIONS = ("mask", "bias", "alibi_slopes", "sinks", "seqlens_q", "seqlens_k")
-"""Arrays that a problem may have beyond q, k and v."""
+OPTIONS = ("mask", "block_mask", "bias", "alibi_slopes", "sinks", "seqlens_q", "seqlens_k")
+"""Arrays that a problem may have beyond q, k and v. ``block_mask`` is what a `numbaflash.BlockMask` holds, which users pass as ``mask``."""
+
+MASKS = ("mask", "block_mask")
+"""Those that hide pairs one by one; a problem has one of them at most."""
 
 PACKED = ("cu_seqlens_q", "cu_seqlens_k")
 """Arrays that packed sequences bring."""
@@ -52,6 +55,9 @@ FEATURES = ("softcap", *OPTIONS, "dropout")
 
 PACKED_FEATURE = "packed sequences"
 """What a problem of `make_packed_problem` has beyond that."""
+
+GRANULE = 64
+"""Queries, and keys, of the smallest block that a `numbaflash.BlockMask` tells apart."""
 
 MAX_HEAD_DIM = 256
 MAX_SEQLEN = 2**30  # row and key numbers, and their sums with the offset, stay within int32
@@ -94,6 +100,8 @@ class Problem:
         Scores become ``softcap * tanh(score / softcap)`` before anything is added to them.
     mask : tuple of int or None
         4 axes (batch, heads, seqlen_q, seqlen_k), each of full size or 1; bool, True where the query may see the key.
+    block_mask : tuple of int or None
+        In its place the words of a `numbaflash.BlockMask`: (batch or 1, heads or 1, words), int32.
     bias : tuple of int or None
         Likewise; added to the scores.
     bias_dtype : str or None
@@ -130,6 +138,7 @@ class Problem:
     offset_per_entry: bool = False
     softcap: float | None = None
     mask: tuple[int, int, int, int] | None = None
+    block_mask: tuple[int, int, int] | None = None
     bias: tuple[int, int, int, int] | None = None
     bias_dtype: str | None = None
     alibi: tuple[int, int] | None = None
@@ -141,6 +150,11 @@ class Problem:
     cu_seqlens_k: str | None = None
     total_q: int = 0
     total_k: int = 0
+
+    @property
+    def masked(self) -> bool:
+        """There is a mask, of either kind."""
+        return self.mask is not None or self.block_mask is not None
 
     @property
     def packed(self) -> bool:
@@ -217,6 +231,7 @@ class Problem:
         """(shape, dtype) of one of `OPTIONS` or `PACKED`, None when the problem has none."""
         return {
             "mask": self.mask and (self.mask, "bool"),
+            "block_mask": self.block_mask and (self.block_mask, "int32"),
             "bias": self.bias and (self.bias, self.bias_dtype),
             "alibi_slopes": self.alibi and (self.alibi, "float32"),
             "sinks": ((self.heads,), self.lse_dtype) if self.sinks else None,
@@ -227,7 +242,8 @@ class Problem:
         }[name]
 
     def shape_of(self, operand: str) -> tuple[int, ...]:
-        """Shape of an operand of a forward or backward call but the workspace, a gradient too; mask and bias with all 4 axes, ALiBi slopes with 2."""
+        """Shape of an operand of a forward or backward call but the workspace, a gradient too; mask and bias with all 4 axes, block masks with 3, ALiBi
+        slopes with 2."""
         name = _primal(operand)
         return self._present_option(name)[0] if name in OPTIONS + PACKED else getattr(self, f"{name}_shape")
 
@@ -289,6 +305,7 @@ def make_problem(
     window=None,
     softcap=None,
     mask=None,
+    block_mask=None,
     bias=None,
     alibi_slopes=None,
     sinks=None,
@@ -307,8 +324,8 @@ def make_problem(
         As `numbaflash.forward` takes them.
     softcap : float, optional
         Finite and positive. 0 is refused: some libraries mean "no cap" by it, yet the formula's limit at 0 makes every score 0.
-    mask, bias, alibi_slopes, sinks, seqlens_q, seqlens_k : (tuple of int, str), optional
-        Shape and dtype of these arrays: mask bool and bias a float, of up to 4 axes that broadcast to (batch, heads, seqlen_q, seqlen_k), heads
+    mask, block_mask, bias, alibi_slopes, sinks, seqlens_q, seqlens_k : (tuple of int, str), optional
+        Shape and dtype of these arrays: block_mask that of `numbaflash.BlockMask.words`, mask bool and bias a float, of up to 4 axes that broadcast to (batch, heads, seqlen_q, seqlen_k), heads
         being those of q; alibi_slopes float32, (heads,) or (batch, heads); sinks float32 (float64 for float64), (heads,); lengths int32 or int64,
         (batch,).
     dropout : float, optional
@@ -337,6 +354,7 @@ def make_problem(
     _check_sizes(3, head_dim, head_dim_v, 1, seqlen_q, seqlen_k)
     full = (batch, heads, seqlen_q, seqlen_k)
     mask = None if mask is None else _check_mask(mask, full)
+    block_mask = None if block_mask is None else _check_block_mask(block_mask, full, mask)
     bias, bias_dtype = (None, None) if bias is None else _check_bias(bias, full, dtype)
     alibi = None if alibi_slopes is None else _check_slopes(alibi_slopes, batch, heads)
     lengths = {name: given and _check_lengths(name, given, batch) for name, given in (("seqlens_q", seqlens_q), ("seqlens_k", seqlens_k))}
@@ -359,6 +377,7 @@ def make_problem(
         offset_per_entry=placed and any(lengths.values()) and check_causal(causal) != "top_left" and 0 not in (seqlen_q, seqlen_k),
         softcap=_check_softcap_range(check_softcap(softcap), scale, dtype),
         mask=mask,
+        block_mask=block_mask,
         bias=bias,
         bias_dtype=bias_dtype,
         alibi=alibi,
@@ -643,6 +662,18 @@ def _check_mask(mask, full):
         hint = "Numbers that are added to the scores are a bias" if "float" in dtype else "Compare it with 0 first: mask != 0"
         raise TypeError(f"mask must be bool, True where a query may see a key; got dtype {dtype}. {hint}")
     return _check_broadcast("mask", shape, full)
+
+
+def _check_block_mask(block_mask, full, mask):
+    shape, dtype = tuple(int(n) for n in block_mask[0]), block_mask[1]
+    if mask is not None:
+        raise ValueError("mask must be an array of bool or a BlockMask; got both")
+    batch, heads, seqlen_q, seqlen_k = full
+    granules = -(-seqlen_q // GRANULE) * -(-seqlen_k // GRANULE)
+    fits = len(shape) == 3 and shape[0] in (1, batch) and shape[1] in (1, heads) and shape[2] >= granules
+    if dtype != "int32" or not fits:
+        raise ValueError(f"mask must be a BlockMask that broadcasts to (batch, heads, seqlen_q, seqlen_k) = {full}; got words {shape} of {dtype}")
+    return shape
 
 
 def _check_bias(bias, full, dtype):

@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .problem import DROPOUT_STEPS, NEEDS, PACKED, Problem
+from .block_mask import BlockMask
+from .problem import DROPOUT_STEPS, MASKS, NEEDS, PACKED, Problem
 
 
 def forward(problem: Problem, q, k, v, *, seed: int = 0, **options) -> tuple[np.ndarray, np.ndarray]:
@@ -31,8 +32,8 @@ def forward(problem: Problem, q, k, v, *, seed: int = 0, **options) -> tuple[np.
     seed : int
         Of dropout, from 0 to below 2**64.
     **options : array_like
-        The arrays that `Problem.options` names, of the shapes that the user gave or those of `Problem.shape_of`: mask, bias, alibi_slopes,
-        sinks, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k.
+        The arrays that `Problem.options` names, of the shapes that the user gave or those of `Problem.shape_of`: mask, block_mask (a `BlockMask`, or
+        the array of bool that it stands for), bias, alibi_slopes, sinks, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k.
 
     Returns
     -------
@@ -118,8 +119,16 @@ def backward(problem: Problem, dout, q, k, v, dlse=None, *, seed: int = 0, **opt
 def check_options(problem: Problem, options: dict) -> dict:
     """The arrays in float64 (mask and lengths: bool and int) with the axes of `Problem.shape_of`; ValueError when they are not the problem's."""
     check_names(problem, options)
+    options = dict(options)
+    block_mask = options.pop("block_mask", None)
     kinds = {"mask": bool, **dict.fromkeys(("seqlens_q", "seqlens_k", *PACKED), np.int64)}
-    return {name: np.asarray(x).astype(kinds.get(name, np.float64)).reshape(problem.shape_of(name)) for name, x in options.items()}
+    found = {name: np.asarray(x).astype(kinds.get(name, np.float64)).reshape(problem.shape_of(name)) for name, x in options.items()}
+    if block_mask is not None:
+        dense = np.asarray(block_mask.to_dense() if isinstance(block_mask, BlockMask) else block_mask).astype(bool)
+        lengths = problem.seqlen_q, problem.seqlen_k
+        own = (1,) * (4 - dense.ndim) + dense.shape
+        found["block_mask"] = np.broadcast_to(dense.reshape(own), (*own[:2], *lengths))
+    return found
 
 
 def check_names(problem: Problem, options) -> None:
@@ -196,8 +205,9 @@ def visible(problem: Problem, b: int = 0, h: int = 0, **options) -> np.ndarray:
         seen &= j >= place - problem.left
     if problem.right is not None:
         seen &= j <= place + problem.right
-    if problem.mask:
-        seen &= _of_head(options["mask"], b, h)
+    for name in MASKS:
+        if name in options:
+            seen &= _of_head(options[name], b, h)
     return seen
 
 

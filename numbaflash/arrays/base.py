@@ -65,6 +65,8 @@ class Library:
     """Set where `numbaflash.merge` cannot use array operations."""
     namespace: Any = None
     """Module of the array operations: exp, log, maximum, where, swapaxes."""
+    builds_on_device = False
+    """Whether CUDA memory is allocated by the library, and ordered by its stream, so that kernels of our own can fill it outside of a call."""
     one_device = True
     """Whether to check that all arrays of a call lie on one device; False where the library does."""
 
@@ -111,6 +113,10 @@ class Library:
 
     def values(self, x):
         """What ``x`` holds, as a NumPy array on the host, which waits for the device; None where that is not known, as in a trace."""
+        raise NotImplementedError
+
+    def from_host(self, like, array):
+        """A NumPy array as one of the library, on the device of ``like``."""
         raise NotImplementedError
 
     def cast(self, x, dtype: str):

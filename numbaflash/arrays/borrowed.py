@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from ..dispatch import ALL_OPERANDS
-from ..problem import PACKED
+from ..problem import PACKED, UnsupportedError
+from ..block_mask import BlockMask, given_mask, mask_arrays
 from . import numpy as host
 from .base import ITEMSIZE, Facts, Library, contiguous_strides
 from .streams import LEGACY_DEFAULT, stream_handle
@@ -69,8 +70,10 @@ class Lender(Library):
 
     def _call(self, function, given: dict, stream, options: dict):
         given |= {name: options.pop(name) for name in ALL_OPERANDS if name in options and name != "seed"}
+        if isinstance(given.get("mask"), BlockMask):
+            given |= mask_arrays(given["mask"], given["q"], given["k"])
         with self.borrowed(given, stream) as (lent, stream):
-            result = function(stream=stream, **lent, **options)
+            result = function(stream=stream, **given_mask(lent, lent["q"], lent["k"]), **options)
         return _as_given(result, {lent[name]: x for name, x in given.items() if x is not None})
 
     @contextmanager
@@ -104,6 +107,16 @@ class Lender(Library):
             if array.facts.kind == "cpu":
                 return host.typed_view(array.facts).copy()
             return MEMORY.contiguous(array, stream).copy_to_host().view(array.facts.dtype)
+
+    def from_host(self, like, array):
+        facts = borrow(like, "like", None).facts
+        if facts.kind == "cpu":
+            return array
+        if self.name != "Numba":
+            raise UnsupportedError(f"{self.name} cannot be asked for memory on the GPU, which a BlockMask needs; pass arrays of CuPy, PyTorch, JAX or Numba")
+        made = device().empty(facts.index or 0, array.shape, array.dtype, None)
+        made.copy_to_device(array)
+        return made
 
     def merge(self, outs, lses):
         from .. import merging

@@ -17,6 +17,7 @@ def adopt(x, name):
 class CuPy(Library):
     name = "CuPy"
     namespace = cupy
+    builds_on_device = True
 
     def inspect(self, x):
         data = x.data
@@ -59,6 +60,10 @@ class CuPy(Library):
 
     def values(self, x):
         return cupy.asnumpy(x)
+
+    def from_host(self, like, array):
+        with _on(like.data.device_id, None):
+            return cupy.asarray(array)
 
     def cast(self, x, dtype):
         return x.astype(dtype_of(dtype, x.dtype), copy=False)

@@ -7,6 +7,7 @@ import functools
 import jax
 import numpy as np
 
+from ..block_mask import BlockMask
 from .base import Facts, Library, contiguous_strides
 
 
@@ -56,6 +57,12 @@ class JAX(Library):
         strides = contiguous_strides(shape, np.dtype(x.dtype).itemsize)
         return Facts(0, shape, strides, np.dtype(x.dtype).name, kind, index, readonly=True)
 
+    def from_host(self, like, array):
+        if isinstance(like, jax.core.Tracer):
+            return jax.device_put(array, _default_device())
+        (device,) = like.devices()
+        return jax.device_put(array, device)
+
     def cast(self, x, dtype):
         return x.astype(dtype)
 
@@ -95,3 +102,14 @@ def local_gpus() -> tuple[int, ...]:
 
 
 JAX = JAX()
+
+
+def _flatten(mask):
+    return (mask.words,), mask.shape
+
+
+def _unflatten(shape, children):
+    return BlockMask(*children, shape)
+
+
+jax.tree_util.register_pytree_node(BlockMask, _flatten, _unflatten)  # an argument of jitted functions

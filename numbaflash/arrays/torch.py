@@ -74,6 +74,7 @@ def _differentiated(x) -> bool:
 class Torch(Library):
     name = "PyTorch"
     namespace = torch
+    builds_on_device = True
 
     @property
     def forward(self):
@@ -186,6 +187,9 @@ class Torch(Library):
 
     def written(self, x):
         torch.autograd.graph.increment_version(x)
+
+    def from_host(self, like, array):
+        return torch.from_numpy(array).to(like.device)
 
     def cast(self, x, dtype):
         return x.to(getattr(torch, dtype))

@@ -144,7 +144,7 @@ def _prepare(plan):
     run, kernel = compiled(plan.config.kernel)
     address = kernel.address
     args = arguments(plan.problem, plan.layouts, plan.config)
-    given = operands(plan.problem)[len(OPERANDS) :]
+    given = [name for name in operands(plan.problem)[len(OPERANDS) :] if name != "workspace"]  # which the plan has none of
     if not given:
         none = np.zeros(1, OPTION_ADDRESSES)
 
@@ -156,7 +156,7 @@ def _prepare(plan):
 
     def launch_with_options(addresses):
         options, here = np.zeros(1, OPTION_ADDRESSES), args
-        for name, value in zip(given, addresses[len(OPERANDS) :], strict=True):
+        for name, value in zip(given, addresses[len(OPERANDS) :], strict=False):
             options[name] = signed_seed(value)
         if plan.problem.packed:
             here, tables = _pack(plan, args, options)  # which live as long as the call

@@ -17,7 +17,8 @@ from numba import from_dtype, types
 from numba.extending import intrinsic
 
 from ...dispatch import OPTION_OPERANDS
-from ...problem import DROPOUT_STEPS
+from ...problem import DROPOUT_STEPS, GRANULE
+from ..blocks.layout import BITS, EMPTY, FULL, PARTIAL, bits_at, granules
 from . import target
 from .config import Kernel
 from .convert import COMPUTE, ITEMSIZE, elements
@@ -35,18 +36,19 @@ table of `numbaflash.kernels.cpu.packed.entries` and ``cu_seqlens_k`` the list o
 TILES = ("mask_tile", "bias_tile", "keep_tile", "slope_tile", "lists")
 """Parts of a thread's memory that options ask for."""
 
-_BROADCAST = ("mask", "bias")
+_BROADCAST = ("mask", "bias")  # strides of a block mask take the place of a mask's: of its words, and a row is one of granules
 OPTION_INTEGERS = (
     *(f"{name}_{axis}" for name in _BROADCAST for axis in ("batch", "head", "row", "key")),
     *("alibi_slopes_batch", "alibi_slopes_head", "sinks_head"),
     *(f"{name}_{what}" for name in ("seqlens_q", "seqlens_k") for what in ("step", "size")),
-    *("offset_per_entry", "keep_limit"),
+    *("offset_per_entry", "keep_limit", "mask_bits"),
     *(f"at_{tile}" for tile in TILES),
 )
 OPTION_NUMBERS = ("softcap", "keep_factor")
 """
 ``{option}_{axis}`` are strides, ``{lengths}_step`` another one and ``{lengths}_size`` the bytes of a length. ``softcap`` is in the units of the
-scores; ``keep_limit`` and ``keep_factor`` say which weights dropout keeps, and what they are multiplied by.
+scores; ``keep_limit`` and ``keep_factor`` say which weights dropout keeps, and what they are multiplied by. ``mask_bits`` are the bytes from the words of a
+block mask to its bits.
 """
 
 NOTHING, SOMETHING, EVERYTHING = 0, 1, 2
@@ -75,6 +77,8 @@ def list_places(kernel: Kernel) -> tuple[dict[str, int], int]:
     sizes = {"state": 8}
     if "mask" in kernel.options:
         sizes["mask"] = 8
+    if "block_mask" in kernel.options:
+        sizes |= {"mask": 8, "bits": 8, "words": 4}
     if "bias" in kernel.options:
         sizes["bias"] = 8
     if "alibi_slopes" in kernel.options:
@@ -93,7 +97,7 @@ def tile_sizes(kernel: Kernel, keys: int, rows: int, with_slopes: bool = False) 
     tile = keys * kernel.panel * COMPUTE[kernel.dtype].bitwidth // 8
     _, lists = list_places(kernel)
     return {
-        "mask_tile": tile if "mask" in kernel.options else 0,
+        "mask_tile": tile if {"mask", "block_mask"} & set(kernel.options) else 0,
         "bias_tile": tile if "bias" in kernel.options else 0,
         "keep_tile": tile + tile * 64 // keys if "dropout" in kernel.options else 0,  # random bits are drawn for 32 aligned keys
         "slope_tile": tile if with_slopes and "softcap" in kernel.options else 0,
@@ -108,6 +112,9 @@ def set_option_arguments(args, problem, layouts, kernel: Kernel) -> None:
         if layout is not None:
             for axis, stride in zip(("batch", "head", "row", "key"), layout.strides, strict=True):
                 args[f"{name}_{axis}"] = stride
+    if layouts.block_mask is not None:
+        args["mask_batch"], args["mask_head"], _ = layouts.block_mask.strides
+        args["mask_row"], args["mask_bits"] = 4 * granules(problem.seqlen_k), 4 * bits_at(problem.seqlen_q, problem.seqlen_k)
     if layouts.alibi_slopes is not None:
         args["alibi_slopes_batch"], args["alibi_slopes_head"] = layouts.alibi_slopes.strides
     if layouts.sinks is not None:
@@ -165,6 +172,8 @@ def build(kernel: Kernel, with_slopes: bool = False):
     has_softcap, has_mask, has_bias, has_alibi, has_sinks, has_dropout, has_lengths, packed = (
         name in kernel.options for name in ("softcap", "mask", "bias", "alibi_slopes", "sinks", "dropout", "lengths", "packed")
     )
+    has_bits = "block_mask" in kernel.options
+    has_mask |= has_bits
     natural, unit = is_natural(kernel), score_unit(kernel)
     compute = COMPUTE[dtype]
     number = np.float64 if compute == types.float64 else np.float32
@@ -183,8 +192,8 @@ def build(kernel: Kernel, with_slopes: bool = False):
     zero, one, log2e, minus_inf = number(0), number(1), number(LOG2E), number(-np.inf)
     no_octet = np.int8(0)
     places, lists_bytes = list_places(kernel)
-    at_mask, at_bias, at_places, at_slopes, at_queries, at_heads = (
-        places.get(name, 0) for name in ("mask", "bias", "places", "slopes", "queries", "heads")
+    at_mask, at_bits, at_words, at_bias, at_places, at_slopes, at_queries, at_heads = (
+        places.get(name, 0) for name in ("mask", "bits", "words", "bias", "places", "slopes", "queries", "heads")
     )
     draw_rows, draw_keys = drawing(compute, lanes) if has_dropout else (None, None)
     lane_numbers = indices.lane_numbers
@@ -228,7 +237,11 @@ def build(kernel: Kernel, with_slopes: bool = False):
         query, head = first_row // args.group, kv_head * args.group + first_row % args.group
         end = (kv_head + 1) * args.group
         for lane in range(panel):
-            if has_mask:
+            if has_bits:
+                words = at.block_mask + batch * args.mask_batch + head * args.mask_head
+                store_int64(lists + at_mask + lane * 8, words + query // GRANULE * args.mask_row)
+                store_int64(lists + at_bits + lane * 8, words + args.mask_bits + query % GRANULE * (GRANULE // 8))
+            elif has_mask:
                 store_int64(lists + at_mask + lane * 8, at.mask + batch * args.mask_batch + head * args.mask_head + query * args.mask_row)
             if has_bias:
                 store_int64(lists + at_bias + lane * 8, at.bias + batch * args.bias_batch + head * args.bias_head + query * args.bias_row)
@@ -295,11 +308,56 @@ def build(kernel: Kernel, with_slopes: bool = False):
         return fill
 
     filling = straight if kernel.form == "rows" else transposed
-    fill_mask = filling("bool") if has_mask else None
+    fill_mask = filling("bool") if has_mask else None  # of bool
     fill_bias = filling(kernel.bias_dtype) if has_bias else None
 
     @jit
-    def look_at_mask(args, lists, block, begin, end):
+    def bits_of(lists, lane, key):
+        """32 bits of a row of a block mask, from a key on that is a multiple of 32."""
+        word = load_int32(load_int64(lists + at_mask + lane * 8) + key // GRANULE * 4)
+        if word < PARTIAL:
+            return np.int32(-1 if word == FULL else 0)
+        return load_int32(load_int64(lists + at_bits + lane * 8) + np.int64(word - PARTIAL) * (4 * BITS) + key % GRANULE // 8)
+
+    @jit
+    def fill_of_bits(lists, block, begin, end, tile):
+        """The tile of a block mask."""
+        key = begin
+        while key < end:
+            first = (block + key) // 32 * 32
+            stop = min(end, first + 32 - block)
+            for lane in range(panel):
+                store_int32(lists + at_words + lane * 4, bits_of(lists, lane, first))
+            while key < stop:
+                bit = np.int32(1) << np.int32(block + key - first)
+                if panel == 1:
+                    store_number(tile + key * itemsize, one if load_int32(lists + at_words) & bit != 0 else zero)
+                else:
+                    for w in range(vectors):
+                        shown = (load_index(lists + at_words + w * lanes * 4) & splat_index(bit)) != splat_index(np.int32(0))
+                        store(tile + key * panel_bytes + w * vector_bytes, select(shown, splat(one), splat(zero)))
+                key += 1
+
+    @jit
+    def look_at_words(lists, block, begin, end):
+        """`look_at_mask` of a block mask: what the words of all granules say in which the rows and keys lie."""
+        some, every, last = False, True, np.int64(0)
+        for lane in range(panel):
+            row = load_int64(lists + at_mask + lane * 8)
+            if row != last:
+                last = row
+                for granule in range((block + begin) // GRANULE, (block + end - 1) // GRANULE + 1):
+                    word = load_int32(row + granule * 4)
+                    some |= word != EMPTY
+                    every &= word == FULL
+        state = NOTHING
+        if some:
+            state = EVERYTHING if every else SOMETHING
+        store_int64(lists, state)
+        return state
+
+    @jit
+    def look_at_array(args, lists, block, begin, end):
         """`NOTHING`, `SOMETHING` or `EVERYTHING`, remembered for `fetch`: a block that nobody sees costs no more than this."""
         same = args.mask_row == 0 and (args.mask_head == 0 or args.group == 1)
         some, every = False, True
@@ -324,6 +382,13 @@ def build(kernel: Kernel, with_slopes: bool = False):
         return state
 
     @jit
+    def look_at_mask(args, lists, block, begin, end):
+        """What a panel sees of keys ``begin`` to ``end`` of a block."""
+        if has_bits:
+            return look_at_words(lists, block, begin, end)
+        return look_at_array(args, lists, block, begin, end)
+
+    @jit
     def fetch(args, lists, block, begin, end, mask_tile, bias_tile):
         """Fill the tiles of what is in memory."""
         if has_mask:
@@ -331,6 +396,8 @@ def build(kernel: Kernel, with_slopes: bool = False):
             if load_int64(lists) == EVERYTHING:
                 for i in range(begin * panel_bytes // vector_bytes * vector_bytes, end * panel_bytes, vector_bytes):
                     store(mask_tile + i, splat(one))
+            elif has_bits:
+                fill_of_bits(lists, block, begin, end, mask_tile)
             else:
                 fill_mask(lists + at_mask, args.mask_key, same, block, begin, end, mask_tile)
         if has_bias:
@@ -426,7 +493,9 @@ def build(kernel: Kernel, with_slopes: bool = False):
     def sees(args, lists, lane, first, last, key):
         """The same of one row, without tiles."""
         seen = first <= key and key < last
-        if has_mask:
+        if has_bits:
+            seen = seen and (bits_of(lists, lane, key // 32 * 32) >> np.int32(key % 32)) & 1 != 0
+        elif has_mask:
             seen = seen and load_octet(load_int64(lists + at_mask + lane * 8) + key * args.mask_key) != no_octet
         return seen
 
