@@ -89,16 +89,26 @@ class Band:
         ``last`` heeds the number of keys too; ``first`` is 0 without a left bound.
         """
 
-        def body(ops, row, column, bounds):
-            _, seqlen_k, offset, left, right = bounds
-            end = seqlen_k - 1 - column
-            firsts, lasts = [], []
-            for r in (row, row + 8):
-                key = r // self.pack + offset - column
-                firsts.append(key - left if self.left else ops.integer(0))
-                lasts.append(ops.minimum(key + right, end) if self.right else end)
-            return [*firsts, *lasts]
+        return straight_line(UniTuple(int32, 4), (int32, int32, BOUNDS), self._limits)
 
+    def _limits(self, ops, row, column, bounds):
+        _, seqlen_k, offset, left, right = bounds
+        end = seqlen_k - 1 - column
+        firsts, lasts = [], []
+        for r in (row, row + 8):
+            key = r // self.pack + offset - column
+            firsts.append(key - left if self.left else ops.integer(0))
+            lasts.append(ops.minimum(key + right, end) if self.right else end)
+        return [*firsts, *lasts]
+
+
+    def limits_of_thread(self):
+        """``f(row, lane, bounds)``: the same from a thread's lane, without registers that are kept for it."""
+
+        def body(ops, row, lane, bounds):
+            return limits(ops, ops.opaque(row), (ops.opaque(lane) & 3) * 2, bounds)
+
+        limits = self._limits
         return straight_line(UniTuple(int32, 4), (int32, int32, BOUNDS), body)
 
 

@@ -408,6 +408,12 @@ class GpuOps:
         text = "{.reg .pred p; setp.ne.b32 p, $2, 0; @p st.global.f32 [$0], $1;}"
         emit(self.builder, ir.VoidType(), args, text, "l,f,r,~{memory}")
 
+    def put(self, address, value, valid):
+        """Store an int32 at an address (int64) of global memory, if valid."""
+        args = [address.value, value.value, self.builder.zext(valid.value, llvm_i32)]
+        text = "{.reg .pred p; setp.ne.b32 p, $2, 0; @p st.global.b32 [$0], $1;}"
+        emit(self.builder, ir.VoidType(), args, text, "l,r,r,~{memory}")
+
     def load_at(self, address, valid):
         """The float32 at an address (int64) of global memory; 0, and no access, unless valid."""
         text = "{.reg .pred p; setp.ne.b32 p, $2, 0; mov.f32 $0, 0f00000000; @p ld.global.f32 $0, [$1];}"
@@ -567,6 +573,11 @@ class SimulatorOps:
     def add_to(place, value):
         array, indices = place
         array[indices] += value
+
+    @staticmethod
+    def put(address, value, valid):
+        if valid:
+            ctypes.c_int32.from_address(int(address)).value = int(value)
 
     @staticmethod
     def fetch(kind, address, step, count=None, bound=0):

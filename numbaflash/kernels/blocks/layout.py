@@ -18,6 +18,15 @@ ALIGNMENT = 64
 """Words before the bits are a multiple of it: a granule's bits begin at a multiple of 256 bytes from the first word."""
 
 
+LIST_ENDS = 2
+"""Words after the last entry of a list, so that one can be read ahead."""
+
+
+def words_of_list(blocks: int) -> int:
+    """Room for a list of so many blocks, its count and its ends."""
+    return 1 + blocks + LIST_ENDS
+
+
 def granules(length: int) -> int:
     """Granules along an axis."""
     return -(-length // GRANULE)

@@ -11,8 +11,9 @@ import numpy as np
 from ... import toolchain
 from ...dispatch import Device, Launch, Layouts, Plan, missing, operands
 from ...problem import ITEMSIZE, Problem, trim_keys
+from ..blocks.launch import Lists
 from ..sections import choose_section, fitting_section
-from .config import ELEMENTS, SharedMemory, columns, forward_config, kv_blocks, q_tiles
+from .config import ELEMENTS, ForwardConfig, SharedMemory, columns, forward_config, kv_blocks, q_tiles
 from .options import FEATURES, kernel_keys
 from .tensor_maps import packed_rows_map, refusal, row_major, rows_map, with_batch
 
@@ -65,6 +66,7 @@ def plan(problem: Problem, layouts: Layouts, device: Device) -> Plan:
         copies["lse"] = "the kernel writes it row-major"
         lse = row_major(lse, 4)
     tiles = q_tiles(problem, config) * columns(problem, config)
+    lists = lists_of(problem, config)
     return Plan(
         "sm90",
         problem,
@@ -75,31 +77,46 @@ def plan(problem: Problem, layouts: Layouts, device: Device) -> Plan:
         threads=config.threads,
         shared_bytes=SharedMemory.of(config).total,
         copies=copies,
+        workspace_bytes=lists.end if lists else 0,
     )
+
+
+def lists_of(problem: Problem, config: ForwardConfig) -> Lists | None:
+    """The lists of blocks that tiles step through, where there is a mask."""
+    if not problem.masked:
+        return None
+    keys, first_key = kernel_keys(problem)
+    return Lists(problem, keys, config.q_tile // config.pack, config.kv_block, config.pack, descending=True, first_key=first_key)
 
 
 def request(plan: Plan) -> toolchain.KernelRequest:
-    """The kernel that a plan needs."""
+    """The main kernel that a plan needs."""
     return toolchain.KernelRequest(_BUILD, plan.config, _ARCH)
 
 
+def launches(plan: Plan) -> list[tuple[toolchain.KernelRequest, list, tuple, int, int]]:
+    """Kernels of a plan in their order, each with its parameters, grid, threads and bytes of shared memory."""
+    lists = lists_of(plan.problem, plan.config)
+    before = lists.launches(plan.layouts, _ARCH, False) if lists else []
+    main = (request(plan), parameters(plan), plan.grid, plan.threads, plan.shared_bytes)
+    return [*((wanted, given, (blocks,), threads, 0) for wanted, given, blocks, threads in before), main]
+
+
 def prepare(plan: Plan) -> Launch:
-    """Build (or fetch) and load the kernel of a plan."""
-    launch = toolchain.prepare(
-        request(plan),
-        parameters(plan),
-        grid=plan.grid,
-        threads=plan.threads,
-        shared_bytes=plan.shared_bytes,
-        device=plan.device,
-        operands=operands(plan.problem),
+    """Build (or fetch) and load the kernels of a plan."""
+    names = operands(plan.problem)
+    *before, launch = (
+        toolchain.prepare(wanted, given, grid=grid, threads=threads, shared_bytes=shared_bytes, device=plan.device, operands=names)
+        for wanted, given, grid, threads, shared_bytes in launches(plan)
     )
     first_key = kernel_keys(plan.problem)[1]
-    if not first_key:
+    if not first_key and not before:
         return launch
     skip_k, skip_v = first_key * plan.layouts.k.strides[1], first_key * plan.layouts.v.strides[1]
 
     def launch_trimmed(addresses, stream):
+        for run in before:
+            run(addresses, stream)
         q, k, v, *others = addresses
         launch((q, k + skip_k, v + skip_v, *others), stream)
 
@@ -107,8 +124,9 @@ def prepare(plan: Plan) -> Launch:
 
 
 def resources(plan: Plan) -> dict[str, Any]:
-    """What ptxas says about the kernel of a plan; builds it if need be."""
-    return toolchain.kernel_report(request(plan))
+    """What ptxas says about the kernel of a plan, and the spills of all; builds them if need be."""
+    *others, main = (wanted for wanted, *_ in launches(plan))
+    return toolchain.kernel_report(main, *others)
 
 
 def parameters(plan: Plan) -> list:
@@ -142,7 +160,7 @@ def parameters(plan: Plan) -> list:
         toolchain.Pointer("lse"),
         *(toolchain.Scalar("int32", n) for n in integers),
         toolchain.Scalar("float32", scale),
-        *config.options.arguments(plan.problem, layouts, first_key),
+        *config.options.arguments(plan.problem, layouts, first_key, lists_of(plan.problem, config)),
     ]
 
 

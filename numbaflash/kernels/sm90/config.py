@@ -17,6 +17,7 @@ ELEMENTS = {"float16": "f16", "bfloat16": "bf16"}
 REGISTERS = {2: (24, 240), 3: (32, 160), 4: (24, 112)}  # of producer and consumer threads, by number of consumers
 INSPECTORS = 3  # warps of the producer's warpgroup that issue no loads; see `unseen`
 OPTION_REGISTERS = {2: (40, 232), 3: (32, 160), 4: (32, 112)}  # the same where there are options: more than loads may be the producer's warps' to do
+MASK_REGISTERS = (48, 232)  # the same of two consumers where blocks come from lists, of which the producer reads ahead
 ROOMY_PRODUCER = (40, 232)  # where the addresses of many panels would spill from 24 registers
 
 
@@ -105,7 +106,7 @@ class ForwardConfig(Warpgroups):
     @property
     def inspected(self) -> bool:
         """Blocks of V may hold rows of keys that no query sees."""
-        return bool(self.options.mask or self.options.lengths or (self.options.dropout and self.left))
+        return bool(self.options.masked or self.options.lengths or (self.options.dropout and self.left))
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +232,7 @@ def forward_config(problem: Problem, layouts: Layouts | None = None) -> ForwardC
     options = Options.of(whole, layouts, pack)
     registers = ROOMY_PRODUCER if widest > 128 and d != dv else REGISTERS[tiles["q_tile"] // 64]
     if options:
-        registers = OPTION_REGISTERS[tiles["q_tile"] // 64]
+        registers = MASK_REGISTERS if options.masked else OPTION_REGISTERS[tiles["q_tile"] // 64]
     return ForwardConfig(
         element=ELEMENTS[problem.dtype],
         head_dim=d,
@@ -250,13 +251,15 @@ def option_tiles(problem: Problem, tiles: dict, options: Options) -> dict:
     """The tiles where there are options: what is read or drawn for a block takes registers, and random bits of dropout are drawn for 32 keys."""
     widest, most = max(problem.head_dim, problem.head_dim_v), tiles["kv_block"]
     crowded = options.packed and tiles["q_tile"] == 256  # four consumers have no registers for where a sequence lies
-    if widest <= 64 and (options.mask or options.dropout or crowded):
+    if widest <= 64 and (options.masked or options.dropout or crowded):
         tiles, most = {"q_tile": 128, "q_stages": 2}, 128
+    if options.masked:  # blocks are those of the mask
+        most = min(128 if most >= 128 else 64, 128 if widest <= 128 else 64)
     apart = any(access and not access.pairs for access in (options.mask, options.bias))  # an address for each element
     if options.dropout and options.reads:
         most = min(most, 64 if widest <= (128 if apart else 192) else 32)
     elif options.dropout:
         most = min(most, 64 if widest > 128 else 96 if widest > 64 and options.packed and options.changes else 128)
     elif options.mask and apart and 64 < widest <= 128:
-        most = min(most, 96)
+        most = min(most, 64)
     return tiles | {"kv_block": most, "hold": min(tiles.get("hold", 16), most // 4)}

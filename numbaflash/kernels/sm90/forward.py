@@ -30,7 +30,7 @@ from ..bands import BOUNDS, Band
 from ..schedule import heads_of, tile_of_turn, tile_order
 from . import packed, unseen
 from .config import INSPECTORS, ForwardConfig, SharedMemory
-from .scores import Scores, option_types
+from .scores import Scores, block_of, entry_at, is_partial, next_entry, option_types
 
 inline = cuda.jit(device=True, inline="always")
 
@@ -43,8 +43,9 @@ STAGING = 5  # of the first consumer; one a consumer
 Ring = namedtuple("Ring", "k v k_full k_empty v_full v_empty")
 """Addresses of the first stages of K and V, and of their barriers."""
 
-Consumer = namedtuple("Consumer", "q limits lane turn next_turn scratch scale_log2 seat options")
-"""What a step of the main loop needs beside its state: the descriptor of the warpgroup's Q, the keys that the thread's rows see, ..."""
+Consumer = namedtuple("Consumer", "q limits lane turn next_turn scratch scale_log2 seat options spot")
+"""What a step of the main loop needs beside its state: the descriptor of the warpgroup's Q, the keys that the thread's rows see, ... Where blocks come
+from a list, ``spot`` is (row, batch, head, bounds), from which what is hidden in one is found anew."""
 
 NO_LSE = np.uint64(0)
 
@@ -83,13 +84,16 @@ def build(config: ForwardConfig) -> KernelSource:
     fewer_registers, more_registers = warp.decrease_registers(config.registers[0]), warp.increase_registers(config.registers[1])
 
     # What options do; each of these is compiled in only where there is one that needs it.
-    with_options, reads, changes, hides, drops = bool(options_of), options_of.reads, options_of.changes, bool(options_of.mask), options_of.dropout
+    with_options, reads, changes, drops = bool(options_of), bool(options_of.bias), options_of.changes, options_of.dropout
+    listed = options_of.masked  # a tile steps through the blocks of its list, not through a range of them
     lengths, seated = options_of.lengths, options_of.reads or changes or drops
     of_scores = Scores(kv_block, options_of)
     bounds_of_entry, take_seat, finish = of_scores.bounds_of_entry(has_right), of_scores.take_seat(pack), of_scores.finish(pack)
     fetch, fetch_first, change, drop = of_scores.fetch(False), of_scores.fetch(True), of_scores.change(), of_scores.drop()
     no_words = straight_line(of_scores.words, (), lambda ops: [ops.integer(0)] * len(of_scores.words))
-    hide = of_scores.hide() if hides else None
+    if listed:
+        list_at, hide, no_mask_words = of_scores.list_at(), of_scores.hide(pack), of_scores.no_mask_words()
+        fetch_mask, limits_anew = of_scores.fetch_mask(pack), band.limits_of_thread()
     inspect = unseen.build(config) if inspected else None
     is_packed = options_of.packed
     if is_packed:
@@ -145,8 +149,8 @@ def build(config: ForwardConfig) -> KernelSource:
 
     def make_kv_step(masked):
         @inline
-        def kv_step(acc, p16, statistics, place, j, ring, my):
-            """S of block j, while P V of the block before it is added to the accumulator."""
+        def kv_step(acc, p16, statistics, place, j, partial, ring, my):
+            """S of block j, while P V of the block before it is added to the accumulator. ``partial`` is that of its entry, where there are lists."""
             v_place = place
             place = advance(place)
             pipeline.wait(ring.k_full, place)
@@ -161,6 +165,11 @@ def build(config: ForwardConfig) -> KernelSource:
                 warp.barrier_arrive(my.next_turn, 256)
             if reads:
                 words = fetch(my.seat, j, my.options)
+            if listed:
+                mask_words = no_mask_words()
+                if partial != 0:
+                    row, batch, head, bounds = my.spot
+                    mask_words = fetch_mask(row, my.lane, j, batch, head, bounds[0], my.options)
             s = wait_scores_only(s)
             pipeline.release(ring.k_empty, place, my.lane)
             if negative_scale:
@@ -169,8 +178,11 @@ def build(config: ForwardConfig) -> KernelSource:
                 s = change(s, words if reads else no_words(), my.seat, j, my.options)
             if masked:
                 s = mask_border(s, j, my.limits)
-            if hides:
-                s = hide(s, words)
+            if listed:
+                if partial != 0:
+                    row, batch, head, bounds = my.spot
+                    s = mask_first(s, j, limits_anew(row, my.lane, bounds))
+                    s = hide(s, mask_words, row, my.lane, j, batch, head, bounds[0], bounds[1], my.options)
             p, statistics, sums = online_softmax(s, statistics, my.scale_log2)
             if drops:
                 p = drop(p, my.seat, j, my.options)
@@ -303,6 +315,12 @@ def build(config: ForwardConfig) -> KernelSource:
                         bounds = bounds_of_entry(batch, (seqlen_q, seqlen_k, offset, left, right), options)
                     first, end = blocks_of_tile(q_block, bounds)
                     j = preceding(end)
+                    if listed:  # two entries are read ahead
+                        first = zero()
+                        at = list_at(q_block, batch, head, options)
+                        entry, at = entry_at(at), next_entry(at)
+                        upcoming = entry_at(at)
+                        j = block_of(entry)
                     # In the order of use: the first K, Q, then the K of each next block before the V of the present one.
                     if j >= first:
                         pipeline.wait(k_empty, place)
@@ -315,12 +333,19 @@ def build(config: ForwardConfig) -> KernelSource:
                     while j >= first:
                         v_place = place
                         place = advance(place)
-                        if j > first:
+                        if listed:
+                            following_j = block_of(upcoming)
+                            at = next_entry(at)
+                            if following_j >= first:
+                                upcoming = entry_at(at)
+                                pipeline.wait(k_empty, place)
+                                load_k(s_k, place, k_map, k_full, keys_of(following_j, first_k), kv_head, batch)
+                        elif j > first:
                             pipeline.wait(k_empty, place)
                             load_k(s_k, place, k_map, k_full, keys_of(preceding(j), first_k), kv_head, batch)
                         pipeline.wait(v_empty, v_place)
                         load_v(s_v, v_place, v_map, v_full, keys_of(j, first_k), kv_head, batch)
-                        j = preceding(j)
+                        j = following_j if listed else preceding(j)
                     turn = following(turn)
                     tile = tile_of_turn(turn, block, blocks)
             if inspected and tid >= 32:
@@ -336,12 +361,24 @@ def build(config: ForwardConfig) -> KernelSource:
                         bounds = bounds_of_entry(batch, (seqlen_q, seqlen_k, offset, left, right), options)
                     first, end = blocks_of_tile(q_block, bounds)
                     j = preceding(end)
+                    if listed:
+                        first = zero()
+                        at = list_at(q_block, batch, head, options)
+                        entry = warp.shuffle_index(entry_at(at), 0)
+                        j = block_of(entry)
                     while j >= first:
+                        if listed:
+                            at = next_entry(at)
+                            upcoming = entry_at(at)
                         pipeline.wait(v_full, place)
-                        inspect(s_v, place, j, inspector, lane, q_block, batch, head, bounds, options)
+                        inspect(s_v, place, j, is_partial(entry) if listed else j, inspector, lane, q_block, batch, head, bounds, options)
                         pipeline.release(v_seen, place, lane)
                         place = advance(place)
-                        j = preceding(j)
+                        if listed:
+                            entry = warp.shuffle_index(upcoming, 0)
+                            j = block_of(entry)
+                        else:
+                            j = preceding(j)
                     turn = following(turn)
                     tile = tile_of_turn(turn, block, blocks)
         else:  # ------------------------------------------------------------------------------------ consumers
@@ -370,45 +407,73 @@ def build(config: ForwardConfig) -> KernelSource:
                     if is_packed:
                         batch = sequence
                     seat = take_seat(row_of(q_block, my_row), my_column, batch, head, bounds[0] if is_packed else seqlen_q, bounds, options)
-                my = Consumer(q_operand(s_q, q_place), limits, lane, my_turn, next_turn, scratch, scale_log2, seat, options)
+                spot = limits
+                if listed:
+                    batch, head, _ = heads_of(column, heads, group)
+                    spot = (row_of(q_block, my_row), batch, head, bounds)
+                my = Consumer(q_operand(s_q, q_place), limits, lane, my_turn, next_turn, scratch, scale_log2, seat, options, spot)
                 statistics = start_statistics()
                 acc = zero_out()
-                place = pass_over(preceding(end), my_end, first, place, ring, my_turn, next_turn, lane)
+                if listed:
+                    at = list_at(q_block, batch, head, options)
+                    entry = warp.shuffle_index(entry_at(at), 0)
+                    my_first = zero()
+                    my_end = following(block_of(entry))
+                else:
+                    place = pass_over(preceding(end), my_end, first, place, ring, my_turn, next_turn, lane)
                 pipeline.wait(q_full, q_place)
                 if my_end > my_first:
                     j = preceding(my_end)
 
                     # The first block: nothing to overlap with. It may reach past the last key.
+                    if listed:
+                        at = next_entry(at)
+                        upcoming = entry_at(at)
                     pipeline.wait(k_full, place)
                     s = scores(my.q, k_operand(s_k, place))
                     if reads:
                         words = fetch_first(seat, j, options)
+                    if listed:
+                        mask_words = no_mask_words()
+                        if is_partial(entry) != 0:
+                            mask_words = fetch_mask(spot[0], lane, j, batch, head, bounds[0], options)
                     s = wait_scores(s)
                     pipeline.release(k_empty, place, lane)
                     if negative_scale:
                         s = negate(s)
                     if changes:
                         s = change(s, words if reads else no_words(), seat, j, options)
-                    s = mask_first(s, j, limits)
-                    if hides:
-                        s = hide(s, words)
+                    if listed:
+                        if is_partial(entry) != 0:
+                            s = mask_first(s, j, limits_anew(spot[0], lane, bounds))
+                            s = hide(s, mask_words, spot[0], lane, j, batch, head, bounds[0], bounds[1], options)
+                    else:
+                        s = mask_first(s, j, limits)
                     p, statistics, _ = online_softmax(s, statistics, scale_log2)
                     if drops:
                         p = drop(p, seat, j, options)
                     p16 = p_to_16bit(p)
-                    j = preceding(j)
 
-                    if has_right:
-                        while j >= right_border:
-                            acc, p16, statistics, place = masked_kv_step(acc, p16, statistics, place, j, ring, my)
-                            j = preceding(j)
-                    while j >= left_border:
-                        acc, p16, statistics, place = kv_step(acc, p16, statistics, place, j, ring, my)
+                    if listed:
+                        entry = warp.shuffle_index(upcoming, 0)
+                        while entry >= 0:
+                            at = next_entry(at)
+                            upcoming = entry_at(at)
+                            acc, p16, statistics, place = kv_step(acc, p16, statistics, place, block_of(entry), is_partial(entry), ring, my)
+                            entry = warp.shuffle_index(upcoming, 0)
+                    else:
                         j = preceding(j)
-                    if has_left:
-                        while j >= my_first:
-                            acc, p16, statistics, place = masked_kv_step(acc, p16, statistics, place, j, ring, my)
+                        if has_right:
+                            while j >= right_border:
+                                acc, p16, statistics, place = masked_kv_step(acc, p16, statistics, place, j, zero(), ring, my)
+                                j = preceding(j)
+                        while j >= left_border:
+                            acc, p16, statistics, place = kv_step(acc, p16, statistics, place, j, zero(), ring, my)
                             j = preceding(j)
+                        if has_left:
+                            while j >= my_first:
+                                acc, p16, statistics, place = masked_kv_step(acc, p16, statistics, place, j, zero(), ring, my)
+                                j = preceding(j)
 
                     # The last P V. Q is free.
                     if not out_in_q:
@@ -421,7 +486,8 @@ def build(config: ForwardConfig) -> KernelSource:
                     place = advance(place)
                 elif not out_in_q:
                     pipeline.release(q_empty, q_place, lane)
-                place = pass_over(preceding(my_first), first, -1, place, ring, my_turn, next_turn, lane)
+                if not listed:
+                    place = pass_over(preceding(my_first), first, -1, place, ring, my_turn, next_turn, lane)
 
                 if with_options:
                     _, head, _ = heads_of(column, heads, group)

@@ -10,9 +10,11 @@ import numpy as np
 
 from ... import toolchain
 from ...dispatch import BackwardLayouts, Layout, Layouts, contiguous_strides
-from ...problem import ITEMSIZE, PACKED_FEATURE, Problem, trim_keys
+from ...problem import GRANULE, ITEMSIZE, PACKED_FEATURE, Problem, trim_keys
+from ..blocks.launch import Lists
+from ..blocks.layout import bits_at, granules
 
-FEATURES = frozenset({"softcap", "mask", "bias", "alibi_slopes", "sinks", "dropout", "seqlens_q", "seqlens_k", PACKED_FEATURE})
+FEATURES = frozenset({"softcap", "mask", "block_mask", "bias", "alibi_slopes", "sinks", "dropout", "seqlens_q", "seqlens_k", PACKED_FEATURE})
 """`Problem.features` that the kernels have, forward and gradients."""
 
 KEYS_OF_A_DRAW = 32
@@ -87,6 +89,10 @@ class Options:
     softcap : str or None
         "low" or "high": whether the error of its tanh may be relative to the cap, or must be to the score.
     mask, bias : Access or None
+    block_mask : bool
+        The mask is a `numbaflash.BlockMask`.
+    ranked : bool
+        Tiles take turns by the ranks of `numbaflash.kernels.blocks.lists`.
     alibi, sinks, dropout : bool
     seqlens_q, seqlens_k : str or None
         Their dtypes.
@@ -101,6 +107,8 @@ class Options:
     softcap: str | None = None
     mask: Access | None = None
     bias: Access | None = None
+    block_mask: bool = False
+    ranked: bool = False
     alibi: bool = False
     sinks: bool = False
     dropout: bool = False
@@ -129,6 +137,7 @@ class Options:
             softcap=None if problem.softcap is None else "low" if problem.softcap <= _LOW_CAP else "high",
             mask=access("mask"),
             bias=access("bias"),
+            block_mask=problem.block_mask is not None,
             alibi=problem.alibi is not None,
             sinks=problem.sinks,
             dropout=problem.dropout > 0,
@@ -174,19 +183,24 @@ class Options:
         return bool(self.softcap or self.alibi or self.bias)
 
     @property
+    def masked(self) -> bool:
+        """There is a mask, so that tiles step through lists of blocks (`numbaflash.kernels.blocks.lists`)."""
+        return self.mask is not None or self.block_mask
+
+    @property
     def reads(self) -> bool:
         """There is something to read for each score."""
-        return bool(self.mask or self.bias)
+        return bool(self.masked or self.bias)
 
     @property
     def terms(self) -> int:
         """How many options have to do with each score."""
-        return sum(map(bool, (self.softcap, self.alibi, self.mask, self.bias)))
+        return sum(map(bool, (self.softcap, self.alibi, self.masked, self.bias)))
 
     @property
     def hides(self) -> bool:
         """Beyond the band, pairs may be hidden, or have scores of -inf."""
-        return bool(self.mask or self.bias or self.lengths)
+        return bool(self.masked or self.bias or self.lengths)
 
     @property
     def lowest_scores(self) -> bool:
@@ -205,6 +219,13 @@ class Options:
         for (name, axes), given in zip(_AXES.items(), present, strict=True):
             if given:
                 found += [(name, "pointer"), *((f"{name}_{axis}", "int64") for axis in axes)]
+        if self.masked:
+            found += [("lists", "pointer"), ("lists_batch", "int32"), ("lists_head", "int32"), ("lists_words", "int32")]
+        if self.ranked:
+            found.append(("ranks", "pointer"))
+        if self.block_mask:
+            found += [("block_words", "pointer"), ("block_bits", "pointer"), ("block_batch", "int64"), ("block_head", "int64")]
+            found += [("block_row", "int64"), ("block_last_row", "int32"), ("block_columns", "int32")]
         if self.dropout:
             found += [("first_key", "int32"), ("seed", "pointer"), ("keep_limit", "int32"), ("keep_factor", "float32")]
         if self.packed:
@@ -213,8 +234,8 @@ class Options:
             found += [(name, "pointer"), (f"{name}_row", "int64"), (f"{name}_head", "int64")]
         return tuple(found)
 
-    def arguments(self, problem: Problem, layouts: Layouts | BackwardLayouts, first: int = 0) -> list:
-        """The same as the toolchain takes them, for the whole problem; the kernel counts keys from the ``first`` on."""
+    def arguments(self, problem: Problem, layouts: Layouts | BackwardLayouts, first: int = 0, lists: Lists | None = None) -> list:
+        """The same as the toolchain takes them, for the whole problem; the kernel counts keys from the ``first`` on, and steps through ``lists``."""
         values = {"first_key": first, "scale": _float32(problem.scale)}
         if self.softcap:
             cap, slope = problem.softcap, problem.scale / problem.softcap
@@ -226,14 +247,23 @@ class Options:
         if self.packed:
             values |= {"sequences": problem.batch, "total_q": problem.total_q, "total_k": problem.total_k}
         offsets = dict.fromkeys(("seed", *self.stored), 0)  # of the seed, the number itself is in the place of an address
+        names = {"lists": "workspace", "ranks": "workspace", "block_words": "block_mask", "block_bits": "block_mask"}
+        if self.masked:
+            offsets |= {"lists": lists.lists_at, "ranks": lists.ranks_at}
+            values |= dict(zip(("lists_batch", "lists_head", "lists_words"), lists.steps, strict=True))
+        if self.block_mask:
+            rows, columns = granules(problem.seqlen_q), granules(problem.seqlen_k)
+            offsets |= {"block_words": 4 * (first // GRANULE), "block_bits": 4 * bits_at(problem.seqlen_q, problem.seqlen_k)}
+            values["block_batch"], values["block_head"], _ = steps(layouts.block_mask)
+            values |= {"block_row": 4 * columns, "block_last_row": rows - 1, "block_columns": columns - first // GRANULE}
         for name in self.stored:
             values[f"{name}_row"], values[f"{name}_head"], _ = steps(getattr(layouts, name))
-        for name in problem.options:
+        for name in _AXES.keys() & set(problem.options):
             strides = dict(zip(_AXES[name], steps(getattr(layouts, name)), strict=True))
             values |= {f"{name}_{axis}": step for axis, step in strides.items()}
             offsets[name] = first * strides.get("key", 0)
         return [
-            toolchain.Pointer(name, offsets[name]) if dtype == "pointer" else toolchain.Scalar(dtype, values[name])
+            toolchain.Pointer(names.get(name, name), offsets[name]) if dtype == "pointer" else toolchain.Scalar(dtype, values[name])
             for name, dtype in self.parameters()
         ]
 
@@ -245,10 +275,10 @@ def _float32(x: float) -> float:
 
 
 def kernel_keys(problem: Problem) -> tuple[Problem, int]:
-    """The problem over the keys that a kernel counts, and the number of keys before them: those that some query may see, and with dropout as many
-    before them as let blocks start where its random bits do."""
+    """The problem over the keys that a kernel counts, and the number of keys before them: those that some query may see, and with dropout or a mask as
+    many before them as let blocks start where its random bits or granules do."""
     trimmed, first = trim_keys(problem)
-    more = first % KEYS_OF_A_DRAW if problem.dropout else 0
+    more = first % (GRANULE if problem.masked else KEYS_OF_A_DRAW if problem.dropout else 1)
     if not more:
         return trimmed, first
 

@@ -3,8 +3,8 @@
 The gradients share both; what they do with a block of scores, whose rows are keys, is in `backward.scores`.
 
 A thread has columns ``2 * (lane % 4) + 8 * n + {0, 1}`` of two rows, 8 apart, of a block of scores (`numbaflash.ptx.fragment`). What it needs to
-know of its rows in a tile it finds out once, as its *seat*; what it reads for a block, elements of the mask and the bias, are the block's *words*,
-which can be on their way while the products are. In the forward rows are queries (with packed heads, the heads of one query after the other) and
+know of its rows in a tile it finds out once, as its *seat*; what it reads for a block, elements of the bias and, where the block's entry in the list
+of its tile says that some pair is hidden, of the mask, are the block's *words*, which can be on their way while the products are. In the forward rows are queries (with packed heads, the heads of one query after the other) and
 columns are keys.
 
 With an option that changes scores they are in natural units from there on, and so are m and the LSE; else they are bare products.
@@ -15,12 +15,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from llvmlite import ir
 from numba.cuda import types
 
-from ...problem import ITEMSIZE
+from ...problem import GRANULE, ITEMSIZE
 from ...ptx.fragment import STATISTICS, fragment
+from ...ptx.inline import make_intrinsic
 from ...ptx.straight import straight_line
 from ..bands import BOUNDS
+from ..blocks.layout import BITS, FULL, PARTIAL
 from ..dropout import block, is_kept
 from .options import KEYS_OF_A_DRAW, Access, Options
 
@@ -58,10 +61,8 @@ class Scores:
     def _seat(self) -> dict:
         """Names and types of a seat's members."""
         options, found = self.options, {}
-        for name, access in (("mask", options.mask), ("bias", options.bias)):
-            if access:
-                found |= {f"{name}{r}": I64 for r in range(1 + access.by_row)}
-        if options.reads:
+        if options.bias:
+            found |= {f"bias{r}": I64 for r in range(1 + options.bias.by_row)}
             found["columns"] = I32  # from the thread's first one of block 0 to the last there is
         if options.alibi:
             found |= {"fall0": F32, "fall1": F32, "place0": I32, "place1": I32}  # -slope; the column beside which the row stands
@@ -84,9 +85,9 @@ class Scores:
         def body(ops, row, column, batch, head, seqlen_q, bounds, options):
             named, seat = self._named(options), {"row": row}
             rows = [(ops.minimum(r // pack, seqlen_q - 1), head * pack + r % pack) for r in (row, row + 8)]
-            for name, access in (("mask", self.options.mask), ("bias", self.options.bias)):
-                for r, (query, query_head) in enumerate(rows[: 1 + access.by_row] if access else ()):
-                    seat[f"{name}{r}"] = element(ops, named, name, batch=batch, head=query_head, query=query, key=column)
+            access = self.options.bias
+            for r, (query, query_head) in enumerate(rows[: 1 + access.by_row] if access else ()):
+                seat[f"bias{r}"] = element(ops, named, "bias", batch=batch, head=query_head, query=query, key=column)
             seat["columns"] = bounds[1] - column
             for r, (query, query_head) in enumerate(rows):
                 if self.options.alibi:
@@ -109,24 +110,59 @@ class Scores:
 
     @property
     def words(self):
-        """Numba type."""
-        return types.UniTuple(I32, max(1, self._words(self.options.mask) + self._words(self.options.bias)))
+        """Numba type of those of the bias."""
+        return types.UniTuple(I32, max(1, self._words(self.options.bias)))
+
+    @property
+    def mask_words(self):
+        """Numba type of the bits of a block mask, 32 columns a word; elements of a mask of bool are read where they are used."""
+        return types.UniTuple(I32, 2 * (self.columns // 32) if self.options.block_mask else 1)
 
     def fetch(self, guarded: bool):
         """``f(seat, block, options) -> words``. Only a block that is guarded may reach past the last column there is."""
+        access = self.options.bias
 
         def body(ops, seat, number, options):
+            if not access:
+                return [ops.integer(0)]
             named, seat, words = self._named(options), dict(zip(self._seat(), seat, strict=True)), []
             origin = number * self.columns
             count = seat["columns"] - origin if guarded else None
-            for name, access in (("mask", self.options.mask), ("bias", self.options.bias)):
-                if access:
-                    step = named[f"{name}_key"]
-                    for r in range(1 + access.by_row):
-                        words += self._row(ops, access, seat[f"{name}{r}"] + ops.wide(origin) * step, step, count)
-            return words or [ops.integer(0)]
+            for r in range(1 + access.by_row):
+                words += self._row(ops, access, seat[f"bias{r}"] + ops.wide(origin) * named["bias_key"], named["bias_key"], count)
+            return words
 
         return straight_line(self.words, (self.seat, I32, self._given), body)
+
+    def fetch_mask(self, pack: int):
+        """``f(row, lane, block, batch, head, seqlen_q, options) -> mask_words`` of packed rows ``row`` and ``row + 8``.
+
+        Few blocks need it, so no register is kept for it: where things lie is found anew.
+        """
+
+        def body(ops, row, lane, number, batch, head, seqlen_q, options):
+            if not self.options.block_mask:
+                return [ops.integer(0)]
+            named, words = self._named(options), []
+            column, places = self._places_anew(ops, pack, row, lane, batch, head, seqlen_q)
+            granule = number * self.columns // GRANULE
+            half = number * self.columns % GRANULE // 32 if self.columns < GRANULE else None
+            for _, query_head, query in places:
+                offset = block_offset(ops, named, places[0][0], query_head)
+                for n in range(max(1, self.columns // GRANULE)):
+                    words += block_bits(ops, named, offset, query, granule, n, half)
+            return [word >> column for word in words]  # bits of the thread's columns stand at places that are known
+
+        return straight_line(self.mask_words, (*(I32,) * 6, self._given), body)
+
+    def _places_anew(self, ops, pack, row, lane, batch, head, seqlen_q):
+        """(first column, (batch entry, head, query) of the two rows). Rows past the last query are the last one's."""
+        row, lane, batch, head = (ops.opaque(x) for x in (row, lane, batch, head))
+        return (lane & 3) * 2, [(batch, head * pack + r % pack, ops.minimum(r // pack, seqlen_q - 1)) for r in (row, row + 8)]
+
+    def no_mask_words(self):
+        """``f() -> mask_words`` that nobody looks at."""
+        return make_intrinsic(self.mask_words, (), lambda builder, args, llvm_result: ir.Constant(llvm_result, ir.Undefined))
 
     def _row(self, ops, access, address, step, count):
         size = ITEMSIZE[access.dtype]
@@ -163,7 +199,6 @@ class Scores:
 
         def body(ops, s, words, seat, number, options):
             named, seat = self._named(options), dict(zip(self._seat(), seat, strict=True))
-            words = words[self._words(options_of.mask) :]
             if options_of.alibi:
                 places = [ops.real("float32", seat[f"place{r}"] - number * self.columns) for r in (0, 1)]
             scores = []
@@ -183,17 +218,33 @@ class Scores:
 
     # ---- what is seen, and what is kept
 
-    def hide(self):
-        """``f(scores, words) -> scores``: -inf where the mask hides."""
+    def hide(self, pack: int):
+        """``f(scores, mask_words, row, lane, block, batch, head, seqlen_q, seqlen_k, options) -> scores``: -inf where the mask hides."""
         kind, access = fragment(self.columns), self.options.mask
 
-        def body(ops, s, words):
-            found = []
-            for i, x in enumerate(s):
-                found.append(ops.select(is_shown(*self._word(access, words, i)), x, -math.inf))
+        def body(ops, s, words, row, lane, number, batch, head, seqlen_q, seqlen_k, options):
+            if not access:
+                return [ops.select(has_bit(*self._bit(words, i)), x, -math.inf) for i, x in enumerate(s)]
+            named, found = self._named(options), []
+            column, places = self._places_anew(ops, pack, row, lane, batch, head, seqlen_q)
+            first = number * self.columns + column
+            addresses = [element(ops, named, "mask", batch=b, head=h, query=q, key=first) for b, h, q in places[: 1 + access.by_row]]
+            few = Scores(min(self.columns, 32), self.options)  # columns whose words are held at a time
+            for start in range(0, self.columns, few.columns):
+                words = []
+                for address in addresses:
+                    words += few._row(ops, access, address, named["mask_key"], seqlen_k - first - start)
+                for i, x in enumerate(s[start // 2 : (start + few.columns) // 2]):
+                    found.append(ops.select(is_shown(*few._word(access, words, i)), x, -math.inf))
+                addresses = [address + named["mask_key"] * few.columns for address in addresses]
             return found
 
-        return straight_line(kind, (kind, self.words), body)
+        return straight_line(kind, (kind, self.mask_words, *(I32,) * 7, self._given), body)
+
+    def _bit(self, words, i):
+        """The word of element i of a fragment, and its bit."""
+        row, column = (i >> 1) & 1, 8 * (i >> 2) + (i & 1)
+        return words[self.columns // 32 * row + column // 32], column % 32
 
     def drop(self):
         """``f(p, seat, block, options) -> p``: 0 where dropout drops a weight. Rows start at multiples of 16, blocks at multiples of 32."""
@@ -245,6 +296,18 @@ class Scores:
 
         return straight_line(STATISTICS, (STATISTICS, I32, I32, I32, F32, self._given), body)
 
+    # ---- the list of a tile
+
+    def list_at(self):
+        """``f(tile, batch, head, options) -> address`` of the first entry of the list of a tile of a batch entry and a head (or heads that share it)."""
+
+        def body(ops, tile, batch, head, options):
+            named = self._named(options)
+            number = ops.wide(batch * named["lists_batch"] + head * named["lists_head"] + tile)
+            return named["lists"] + (number * ops.wide(named["lists_words"]) + 1) * 4
+
+        return straight_line(I64, (I32, I32, I32, self._given), body)
+
     # ---- lengths, and what no query sees
 
     def bounds_of_entry(self, right: bool):
@@ -290,9 +353,8 @@ class Scores:
                 seen &= place - bounds[3] <= key
             if right:
                 seen &= place + bounds[4] >= key
-            if self.options.mask:
-                address = element(ops, named, "mask", batch=batch, head=head * pack + row % pack, query=query, key=key)
-                seen &= ops.fetch("u8", address, 0, ops.truth(seen)) != 0
+            if self.options.masked:
+                seen &= shows(ops, self.options, named, batch, head * pack + row % pack, query, key, seen)
             return ops.truth(seen)
 
         return straight_line(I32, (*(I32,) * 4, BOUNDS, self._given), body)
@@ -315,6 +377,45 @@ def element(ops, named, name, **indices):
     for axis, index in indices.items():
         address = address + ops.wide(index) * named[f"{name}_{axis}"]
     return address
+
+
+def shows(ops, options: Options, named, batch, head, query, key, valid):
+    """Straight-line condition: whether the mask shows a pair, which there is if valid."""
+    if options.mask:
+        return ops.fetch("u8", element(ops, named, "mask", batch=batch, head=head, query=query, key=key), 0, ops.truth(valid)) != 0
+    offset, granule = block_offset(ops, named, batch, head), key // GRANULE
+    word = block_word(ops, named, offset, query, granule, 0, ops.select(valid, named["block_columns"], 0))
+    at = named["block_bits"] + offset + ops.wide(word - PARTIAL) * (4 * BITS) + ops.wide(query % GRANULE * 8 + key % GRANULE // 32 * 4)
+    bits = ops.fetch("b32", at, 0, word, PARTIAL - 1)
+    return (word == FULL) | (((bits >> (key % 32)) & 1) != 0)
+
+
+def block_offset(ops, named, batch, head):
+    """Bytes from the first mask of a block mask to that of a batch entry and a head."""
+    return ops.wide(batch) * named["block_batch"] + ops.wide(head) * named["block_head"]
+
+
+def block_word(ops, named, offset, query, granule, more: int, columns):
+    """The word of the granule of a query and a granule of keys, ``more`` further; EMPTY from the last of ``columns`` on."""
+    row = ops.minimum(query // GRANULE, named["block_last_row"])
+    at = named["block_words"] + offset + ops.wide(row) * named["block_row"] + ops.wide(granule) * 4
+    return ops.fetch("b32", at, 4 * more, columns - granule, more)
+
+
+def block_bits(ops, named, offset, query, granule, more: int, half):
+    """The two words of bits of a query in a granule of keys, ``more`` further; or the one of a ``half``."""
+    word = block_word(ops, named, offset, query, granule, more, named["block_columns"])
+    at = named["block_bits"] + offset + ops.wide(word - PARTIAL) * (4 * BITS) + ops.wide(query % GRANULE * 8)
+    if half is None:
+        bits = ops.halves(ops.fetch("s64", at, 0, word, PARTIAL - 1))
+    else:
+        bits = [ops.fetch("b32", at + ops.wide(half) * 4, 0, word, PARTIAL - 1)]
+    return [ops.select(word == FULL, ops.integer(-1), each) for each in bits]
+
+
+def has_bit(word, place: int):
+    """Straight-line condition: whether a bit is set."""
+    return (word & _signed(1 << place)) != 0
 
 
 def is_shown(word, byte: int):
@@ -354,3 +455,16 @@ def tanh(ops, cap: str, product, named):
             series = ops.fma(series, square, ops.constant("float32", coefficient))
         t = ops.select(ops.absolute(y) < _SERIES_UP_TO, ops.fma(y * square, series, y), t)
     return t
+
+
+entry_at = straight_line(I32, (I64,), lambda ops, at: ops.fetch("b32", at, 0))
+"""``f(address)``: an entry of a list. Below 0 the list has ended."""
+
+next_entry = straight_line(I64, (I64,), lambda ops, at: at + 4)
+"""``f(address)`` of the next entry."""
+
+block_of = straight_line(I32, (I32,), lambda ops, entry: entry >> 1)
+"""``f(entry)``: the number of its block."""
+
+is_partial = straight_line(I32, (I32,), lambda ops, entry: entry & 1)
+"""``f(entry)``: 1 where some pair of the block is hidden."""

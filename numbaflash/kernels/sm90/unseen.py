@@ -23,11 +23,12 @@ ROWS = 4  # that a warp looks at together: 8 lanes a row of a panel
 
 
 def build(config: ForwardConfig):
-    """``inspect(stages, place, block, inspector, lane, q_block, batch, head, bounds, options)``: done by every warp of the inspectors before the
-    consumers may read the stage of V at that place. ``bounds`` are those of the batch entry."""
+    """``inspect(stages, place, block, partial, inspector, lane, q_block, batch, head, bounds, options)``: done by every warp of the inspectors before
+    the consumers may read the stage of V at that place. ``bounds`` are those of the batch entry; with a mask, ``partial`` is 0 for a block of which
+    all is seen."""
     memory = SharedMemory.of(config)
     panels, panel_bytes, kv_block, q_tile, pack = memory.v_panels, memory.kv_panel_bytes, config.kv_block, config.q_tile, config.pack
-    masked = config.options.mask is not None
+    masked = config.options.masked
     of_stage = pipeline.slot(memory.v_bytes)
     scan, blank = scan_rows(config.element, panels, panel_bytes), blank_row(panels, panel_bytes)
     of_scores = Scores(kv_block, config.options)
@@ -57,9 +58,9 @@ def build(config: ForwardConfig):
         return found
 
     @inline
-    def inspect(stages, place, block, inspector, lane, q_block, batch, head, bounds, options):
+    def inspect(stages, place, block, partial, inspector, lane, q_block, batch, head, bounds, options):
         first, end = seen_keys(block, bounds)
-        if masked or is_whole(first, end) == 0:
+        if partial != 0 if masked else is_whole(first, end) == 0:
             stage = of_stage(stages, place)
             rows = first_row(inspector)
             while rows < kv_block:
