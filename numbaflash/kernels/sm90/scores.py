@@ -302,11 +302,36 @@ class Scores:
         """``f(tile, batch, head, options) -> address`` of the first entry of the list of a tile of a batch entry and a head (or heads that share it)."""
 
         def body(ops, tile, batch, head, options):
-            named = self._named(options)
-            number = ops.wide(batch * named["lists_batch"] + head * named["lists_head"] + tile)
-            return named["lists"] + (number * ops.wide(named["lists_words"]) + 1) * 4
+            return self._list_at(ops, self._named(options), tile, batch, head)
 
         return straight_line(I64, (I32, I32, I32, self._given), body)
+
+    @staticmethod
+    def _list_at(ops, named, tile, batch, head):
+        number = ops.wide(batch * named["lists_batch"] + head * named["lists_head"] + tile)
+        return named["lists"] + (number * ops.wide(named["lists_words"]) + 1) * 4
+
+    def walk_of_list(self):
+        """``f(tile, batch, head, group, onward, options) -> (address, steps)``: the entry at which a walk begins, the first one or, where ``onward``
+        is -1, the last, and its steps, one for each head of the group."""
+
+        def body(ops, tile, batch, head, group, onward, options):
+            first = self._list_at(ops, self._named(options), tile, batch, head)
+            count = ops.fetch("b32", first, -4)
+            last = ops.maximum(count - 1, ops.integer(0))
+            return [first + ops.wide(ops.select(onward > 0, ops.integer(0), last)) * 4, count * group]
+
+        return straight_line(types.Tuple([I64, I32]), (*(I32,) * 5, self._given), body)
+
+    def rank_of(self):
+        """``f(tile, block, batch, head, blocks, options)``: a tile's turn at a block, of as many as a head has."""
+
+        def body(ops, tile, number, batch, head, blocks, options):
+            named = self._named(options)
+            row = ops.wide(batch * named["lists_batch"] + head * named["lists_head"] + tile)
+            return ops.fetch("b32", named["ranks"] + (row * ops.wide(blocks) + ops.wide(number)) * 4, 0)
+
+        return straight_line(I32, (*(I32,) * 5, self._given), body)
 
     # ---- lengths, and what no query sees
 
@@ -468,3 +493,16 @@ block_of = straight_line(I32, (I32,), lambda ops, entry: entry >> 1)
 
 is_partial = straight_line(I32, (I32,), lambda ops, entry: entry & 1)
 """``f(entry)``: 1 where some pair of the block is hidden."""
+
+after_entry = straight_line(I64, (I64, I32), lambda ops, at, onward: at + ops.wide(onward) * 4)
+"""``f(address, onward)`` of the next entry of a walk, which goes up through a list or down."""
+
+
+def _next_of_list(ops, entry, upcoming, at, member, group, onward):
+    last = member + 1 == group
+    there = ops.select(last, ops.wide(onward) * 4, ops.wide(ops.integer(0)))
+    return [ops.select(last, upcoming, entry), at + there, ops.select(last, ops.integer(0), member + 1)]
+
+
+next_of_list = straight_line(types.Tuple([I32, I64, I32]), (I32, I32, I64, I32, I32, I32), _next_of_list)
+"""``f(entry, upcoming, address, member, group, onward) -> (entry, address, member)`` after a step: each entry for each head of the group."""

@@ -15,6 +15,7 @@ from .... import toolchain
 from ....dispatch import BackwardLayouts, Device, Launch, Plan, operands
 from ....problem import ITEMSIZE, OPTIONS, PACKED, Problem, trim_keys
 from ... import sm90
+from ...blocks.launch import Lists
 from ...sections import choose_section, fitting_section
 from ..options import FEATURES as FEATURES
 from ..options import steps
@@ -97,7 +98,7 @@ class _Workspace:
 
     For each query head and block of queries: a ``shift`` and a ``delta`` a row in float32, the ``sum`` of dq in float32, and
     for a deterministic result a ``turn`` a part in int32. That is ``4 * rows * (2 + columns)`` bytes, with the rows rounded up to whole blocks
-    and the columns to 64 (to 256 above 128).
+    and the columns to 64 (to 256 above 128). With a mask, the lists of blocks come after that.
     """
 
     def __init__(self, problem: Problem, config: BackwardConfig):
@@ -109,6 +110,11 @@ class _Workspace:
         self.deltas = self._place(4 * self.blocks * config.q_block if config.with_deltas else 0)
         self.sums = self._place(self.blocks * self.parts * SharedMemory.of(config).part_bytes if config.with_dq else 0)
         self.turns = self._place(TICKET_BYTES + 4 * self.blocks * self.parts) + TICKET_BYTES if config.deterministic else 0
+        self.lists = None
+        if problem.masked:
+            order = {"ranked": config.deterministic, "last_first": config.last_keys_first}
+            self.lists = Lists(problem, problem, config.q_block, config.kv_tile, problem.group, of_keys=True, offset=self.size, **order)
+            self.size = self.lists.end
 
     def _place(self, size):
         offset = self.size
@@ -131,6 +137,8 @@ def launches(plan: Plan) -> list[tuple[toolchain.KernelRequest, list, tuple, int
 
     steps = [(kernel("passes:build_rows"), _row_parameters(plan, workspace), (workspace.blocks,), ROW_THREADS, 0)]
     if config.with_products:
+        before = workspace.lists.launches(plan.layouts, _ARCH, False) if workspace.lists else []
+        steps += [(wanted, given, (blocks,), threads, 0) for wanted, given, blocks, threads in before]
         steps.append((kernel("kernel:build", config.of_products), _parameters(plan, workspace), plan.grid, plan.threads, plan.shared_bytes))
     if config.with_dq:
         threads, shared_bytes = 128 * workspace.parts, 1024 + 2 * PART_ROWS * config.part_columns * workspace.parts
@@ -200,7 +208,7 @@ def _bias_parameters(plan, workspace):
         *(toolchain.Pointer("workspace", offset) for offset in (workspace.shifts, workspace.deltas)),
         *(toolchain.Scalar("int32", n) for n in integers),
         toolchain.Scalar("float32", _in_base_2(problem, config)),
-        *config.of_products.options.arguments(problem, layouts),
+        *config.of_products.options.arguments(problem, layouts, lists=workspace.lists),
     ]
 
 
@@ -262,7 +270,7 @@ def _parameters(plan, workspace):
         *(toolchain.Pointer("workspace", offset) for offset in (workspace.shifts, workspace.deltas, workspace.sums, workspace.turns)),
         *(toolchain.Scalar("int32", n) for n in integers),
         *(toolchain.Scalar("float32", x) for x in factors),
-        *config.of_products.options.arguments(problem, layouts),
+        *config.of_products.options.arguments(problem, layouts, lists=workspace.lists),
     ]  # fmt: skip
 
 
@@ -304,7 +312,7 @@ def _search_parameters(plan, always=False):
     if not (config.behind_sink or always):
         return []
     integers = (problem.seqlen_q, problem.seqlen_k, problem.offset, problem.left or 0, problem.right or 0)
-    return [*(toolchain.Scalar("int32", n) for n in integers), *config.of_products.options.arguments(problem, plan.layouts)]
+    return [*(toolchain.Scalar("int32", n) for n in integers), *config.of_products.options.arguments(problem, plan.layouts, lists=_Workspace(problem, config).lists)]
 
 
 def prepare(plan: Plan) -> Launch:

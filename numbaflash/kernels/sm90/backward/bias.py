@@ -119,10 +119,11 @@ def build(config: BackwardConfig) -> KernelSource:
     addresses = shared.addresses(memory.k, memory.v, memory.q, memory.dout, memory.shifts, memory.deltas, memory.barrier)
     init = mbarrier.init_ring(1, 1)
 
-    lengths = options_of.lengths
+    lengths, masked = options_of.lengths, options_of.masked
     bounds_of_entry = Scores(Q_BLOCK, options_of).bounds_of_entry(False)
     of_scores = KeyScores(Q_BLOCK, Q_BLOCK, options_of, config.left, of_bias=True)
     take_seat, fetch, weigh, differentiate = of_scores.take_seat(), of_scores.fetch(), of_scores.weigh(True), of_scores.differentiate(True)
+    fetch_mask, no_mask_words = of_scores.fetch_mask() if options_of.masked else None, of_scores.no_mask_words()
     limits_of_keys, column_values = KeyBand(KV_TILE, Q_BLOCK, config.left, config.right).limits(), fragment.column_values(Q_BLOCK)
     block = fragment.fragment(Q_BLOCK)
     add = straight_line(block, (block, block), lambda ops, a, b: [x + y for x, y in zip(a, b, strict=True)])
@@ -193,12 +194,13 @@ def build(config: BackwardConfig) -> KernelSource:
                 key = plus(key_of(n, 0), own_key)
                 seat = take_seat(key, column, batch, seqlen_k, bounds, options)
                 words = fetch(seat, m, head, options)
+                mask_words = fetch_mask(seat, m, head, options) if masked else no_mask_words()
                 pipeline.wait(full, place)
                 place = flip(place)
                 s = scores(operand(own_rows(s_k, w), only()), operand(s_q, only()))
                 dp = value_scores(operand(own_rows(s_v, w), only()), operand(s_dout, only()))
                 limits, shift = limits_of_keys(key, column, bounds), column_values(plus(s_shifts, bytes_to_column))
-                _, p = weigh(wait_scores(s), shift, words, seat, m, head, limits, scale_log2, options)
+                _, p = weigh(wait_scores(s), shift, words, mask_words, seat, m, head, limits, scale_log2, options)
                 total = add(total, differentiate(p, wait_value_scores(dp), column_values(plus(s_deltas, bytes_to_column)), options))
             turn = following(turn)
 

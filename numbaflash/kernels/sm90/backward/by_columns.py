@@ -78,11 +78,12 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     of_scores = KeyScores(half, q_block, options_of, config.left)
     make_weights = weighing(of_scores, memory)
     take_seat, fetch, no_words, keep_factor = of_scores.take_seat(), of_scores.fetch(), of_scores.no_words(), of_scores.keep_factor()
+    fetch_mask, no_mask_words = of_scores.fetch_mask() if options_of.masked else None, of_scores.no_mask_words()
     fetches = of_scores.fetches
     scale_dv = fragment.scale(dv_part)
     clean = unseen.queries(config, memory) if cleans else None
     clean_keys, seen_rows = unseen.keys(config, memory) if options_of.hides else (None, None)
-    masked_keys, spoilt_dk, spoilt_dv = bool(options_of.mask), fragment.spoilt(d_part), fragment.spoilt(dv_part)
+    masked_keys, spoilt_dk, spoilt_dv = options_of.masked, fragment.spoilt(d_part), fragment.spoilt(dv_part)
     is_packed = options_of.packed
     if is_packed:
         is_whole = packed.is_whole(kv_tile)
@@ -176,8 +177,9 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
                 settle(my)
             head = plus(my.first_head, member)
             words = fetch(my.seat, m, head, my.options) if fetches else no_words()
+            mask_words = fetch_mask(my.seat, m, head, my.options) if masked and masked_keys else no_mask_words()
             s = wait_scores(s) if is_first else wait_scores_before_dk(s)
-            p, w = weights(s, words, place, m, head, ring, my)
+            p, w = weights(s, words, mask_words, place, m, head, ring, my)
             pds = pds_slot(my.pds, place)
             put_half(to_16bit(p), pds, my.thread, my.first_query)
             dp = wait_value_scores(dp) if is_first else wait_value_scores_before_dk(dp)
@@ -240,7 +242,8 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
                 settle(my)  # only now, so that these products hide how long the additions of the block before take to arrive
             head = plus(my.first_head, member)
             words = fetch(my.seat, m, head, my.options) if fetches else no_words()
-            p, w = weights(wait_scores(s), words, place, m, head, ring, my)
+            mask_words = fetch_mask(my.seat, m, head, my.options) if masked and masked_keys else no_mask_words()
+            p, w = weights(wait_scores(s), words, mask_words, place, m, head, ring, my)
             if with_ds and crowded:
                 dp = value_scores(my.v, dout_operand(my.dout_half, place))
             pds = pds_slot(my.pds, place)

@@ -76,11 +76,12 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     of_scores = KeyScores(q_block, q_block, options_of, config.left)
     make_weights = weighing(of_scores, memory)
     take_seat, fetch, no_words, keep_factor = of_scores.take_seat(), of_scores.fetch(), of_scores.no_words(), of_scores.keep_factor()
+    fetch_mask, no_mask_words = of_scores.fetch_mask() if options_of.masked else None, of_scores.no_mask_words()
     fetches, splits = of_scores.fetches, of_scores.splits
     scale_dv = fragment.scale(dv_columns)
     clean = unseen.queries(config, memory) if cleans else None
     clean_keys, seen_rows = unseen.keys(config, memory) if options_of.hides else (None, None)
-    masked_keys, spoilt_dk, spoilt_dv = bool(options_of.mask), fragment.spoilt(d), fragment.spoilt(dv_columns)
+    masked_keys, spoilt_dk, spoilt_dv = options_of.masked, fragment.spoilt(d), fragment.spoilt(dv_columns)
     is_packed = options_of.packed
     if is_packed:
         is_whole = packed.is_whole(64)
@@ -165,7 +166,8 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
                 dp = value_scores(my.v, dout_operand(ring.dout, place))
             head = plus(my.first_head, member)
             words = fetch(my.seat, m, head, my.options) if fetches else no_words()
-            p, w = weights(wait_scores(s), words, place, m, head, ring, my)
+            mask_words = fetch_mask(my.seat, m, head, my.options) if masked and masked_keys else no_mask_words()
+            p, w = weights(wait_scores(s), words, mask_words, place, m, head, ring, my)
             if splits:
                 p16 = to_16bit(p)
             if with_ds and crowded:

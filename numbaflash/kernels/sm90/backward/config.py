@@ -157,7 +157,7 @@ class BackwardConfig(Warpgroups):
     @property
     def may_hide_keys(self) -> bool:
         """A tile may hold keys that no query sees, whose gradients are 0 whatever comes of the products."""
-        return self.bounded or bool(self.options.mask) or self.options.lengths
+        return self.bounded or self.options.masked or self.options.lengths
 
     @property
     def may_hide_queries(self) -> bool:
@@ -172,7 +172,7 @@ class BackwardConfig(Warpgroups):
     @property
     def cleans_keys(self) -> bool:
         """A tile may hold keys that no query sees, which only the device knows."""
-        return self.with_dq and bool(self.options.mask or self.options.lengths)
+        return self.with_dq and (self.options.masked or self.options.lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +279,7 @@ def backward_config(problem: Problem, layouts: BackwardLayouts, *, blocks: int, 
     if options.of_products:
         tiles = option_tiles(widest, options)
     deterministic = deterministic and with_dq
+    options = replace(options, ranked=deterministic and options.masked)
     # The producer's warps spill what they know of a panel more, of the turns of entries with lengths, or of where a sequence lies, beyond 24.
     registers = (40, 232) if tiles["kv_tile"] == 64 or (deterministic and options.lengths) or options.packed else (24, 240)
     return BackwardConfig(

@@ -23,7 +23,7 @@ from ... import schedule
 from ...bands import KeyBand
 from ...schedule import heads_of, next_of_walk, tile_of_turn, walk_step_of_turn
 from .. import packed
-from ..scores import Scores, option_types
+from ..scores import Scores, after_entry, block_of, entry_at, is_partial, next_of_list, option_types
 from . import by_columns, by_keys
 from .config import TICKET_BYTES, BackwardConfig, SharedMemory
 
@@ -48,7 +48,8 @@ def build(config: BackwardConfig) -> KernelSource:
     clean_keys, cleans_keys = work.clean_keys, config.cleans_keys
     lengths, options_of = config.options.lengths, config.options
     band = KeyBand(kv_tile, q_block, config.left, config.right, padded=lengths)
-    bounds_of_entry = Scores(q_block, options_of).bounds_of_entry(False)
+    of_scores, listed = Scores(q_block, options_of), options_of.masked
+    bounds_of_entry, walk_of_list, rank_of = of_scores.bounds_of_entry(False), of_scores.walk_of_list(), of_scores.rank_of()
     is_packed = options_of.packed
     if is_packed:
         sequences = packed.Sequences(options_of, "k", kv_tile)
@@ -70,7 +71,7 @@ def build(config: BackwardConfig) -> KernelSource:
     init_full, init_by_warp, init_by_consumer = (mbarrier.init_ring(stages, n) for n in (1, 4 * consumers, 4))
 
     # Index arithmetic.
-    walk_of_tile, turn_of = band.walk(), band.turn(config.last_keys_first)
+    walk_of_tile, turn_in_band = band.walk(), band.turn(config.last_keys_first)
     walk_step = straight_line(int32, (int32,), lambda ops, turn: ops.integer(config.deterministic_step)) if deterministic else walk_step_of_turn
 
     def order(ops, tile, kv_tiles, columns, section):
@@ -122,6 +123,47 @@ def build(config: BackwardConfig) -> KernelSource:
         return sequence, tile, first_q, first_k, stored, base_of(first_q, sequence), bounds
 
     locate = locate_packed if is_packed else locate_within_lengths if lengths else locate
+
+    # How a tile steps through blocks of queries, each for all heads of the group: a walk is (block, member of the group); through a list,
+    # (entry, the one after it, address of that, member).
+    @inline
+    def begin(n, batch, kv_head, group, onward, bounds, options):
+        if listed:
+            at, steps = walk_of_list(n, batch, kv_head, group, onward, options)
+            following_at = after_entry(at, onward)
+            return (entry_at(at), entry_at(following_at), following_at, zero()), zero(), zero(), steps
+        m, plain, border, steps = walk_of_tile(n, group, onward, bounds)
+        return (m, zero()), plain, border, steps
+
+    @inline
+    def block_in(walk):
+        return block_of(walk[0]) if listed else walk[0]
+
+    @inline
+    def member_in(walk):
+        return walk[-1]
+
+    @inline
+    def go_on(walk, group, onward):
+        if listed:
+            entry, upcoming, at, member = walk
+            entry, at, member = next_of_list(entry, upcoming, at, member, group, onward)
+            return entry, entry_at(at), at, member
+        m, member = walk
+        return next_of_walk(m, member, group, onward)
+
+    @inline
+    def is_plain(walk, step, plain, border):
+        """Whether all pairs of a step are seen."""
+        if listed:
+            return is_partial(warp.shuffle_index(walk[0], 0)) == 0
+        return step >= plain and step < border
+
+    @inline
+    def turn_of(n, m, batch, kv_head, bounds, kv_tiles, q_blocks, options):
+        if listed:
+            return rank_of(n, m, batch, kv_head, q_blocks, options)
+        return turn_in_band(n, m, bounds, kv_tiles)
 
     def kernel(
         q_map, k_map, v_map, dout_map, dk_map, dv_map, shifts, deltas, sums, turns,
@@ -175,16 +217,15 @@ def build(config: BackwardConfig) -> KernelSource:
                         batch, kv_head, _ = heads_of(column, kv_heads, 1)
                         _, n, first_q, first_k, _, base, bounds = locate(n, batch, order_word, whole, options)
                         onward = walk_step(turn)
-                        m, _, _, steps = walk_of_tile(n, group, onward, bounds)
+                        walk, _, _, steps = begin(n, batch, kv_head, group, onward, bounds, options)
                         key = key_of(n, first_key, first_k)
                         pipeline.wait(k_empty, kv_place)
                         load_k(s_k, only(), k_map, k_full, key, kv_head, batch)
                         step = zero()
-                        member = zero()
                         while step < steps:
-                            head = head_of(kv_head, group, member)
-                            shifts_at, deltas_at = rows_at(shifts, deltas, block_number(batch, head, heads, q_blocks, m, base))
-                            row = row_of(m, first_query, first_q)
+                            head = head_of(kv_head, group, member_in(walk))
+                            shifts_at, deltas_at = rows_at(shifts, deltas, block_number(batch, head, heads, q_blocks, block_in(walk), base))
+                            row = row_of(block_in(walk), first_query, first_q)
                             pipeline.wait(q_empty, place)
                             load_row(s_shifts, place, shifts_at, q_full)
                             load_q(s_q, place, q_map, q_full, row, head, batch)
@@ -196,7 +237,7 @@ def build(config: BackwardConfig) -> KernelSource:
                                 load_row(s_deltas, place, deltas_at, dout_full)
                             load_dout(s_dout, place, dout_map, dout_full, row, head, batch)
                             place = advance(place)
-                            m, member = next_of_walk(m, member, group, onward)
+                            walk = go_on(walk, group, onward)
                             step = following(step)
                         if steps == 0 or not with_ds:
                             pipeline.wait(v_empty, kv_place)
@@ -213,15 +254,14 @@ def build(config: BackwardConfig) -> KernelSource:
                     batch, kv_head, _ = heads_of(column, kv_heads, 1)
                     _, n, first_q, first_k, _, base, bounds = locate(n, batch, order_word, whole, options)
                     onward = walk_step(turn)
-                    m, _, _, steps = walk_of_tile(n, group, onward, bounds)
+                    walk, _, _, steps = begin(n, batch, kv_head, group, onward, bounds, options)
                     step = zero()
-                    member = zero()
                     while step < steps:
-                        number = block_number(batch, head_of(kv_head, group, member), heads, q_blocks, m, base)
+                        number = block_number(batch, head_of(kv_head, group, member_in(walk)), heads, q_blocks, block_in(walk), base)
                         target, counter = part_at(sums, turns, part, number)
                         if deterministic:
                             if warp.elect() != 0:
-                                bulk.wait_turn(counter, turn_of(n, m, bounds, kv_tiles))
+                                bulk.wait_turn(counter, turn_of(n, block_in(walk), batch, kv_head, bounds, kv_tiles, q_blocks, options))
                             cuda.syncwarp()
                         warp.barrier_sync(ready, 160)
                         if warp.elect() != 0:
@@ -232,7 +272,7 @@ def build(config: BackwardConfig) -> KernelSource:
                         if deterministic and warp.elect() != 0:
                             bulk.wait_done()
                             bulk.end_turn(counter)
-                        m, member = next_of_walk(m, member, group, onward)
+                        walk = go_on(walk, group, onward)
                         step = following(step)
                     turn = following(turn)
                     tile = tile_of_turn(turn, block, blocks)
@@ -246,20 +286,19 @@ def build(config: BackwardConfig) -> KernelSource:
                     batch, kv_head, _ = heads_of(column, kv_heads, 1)
                     _, n, first_q, first_k, _, base, bounds = locate(n, batch, order_word, whole, options)
                     onward = walk_step(turn)
-                    m, _, _, steps = walk_of_tile(n, group, onward, bounds)
+                    walk, _, _, steps = begin(n, batch, kv_head, group, onward, bounds, options)
                     step = zero()
-                    member = zero()
                     while step < steps:
-                        _, counter = part_at(sums, turns, part, block_number(batch, head_of(kv_head, group, member), heads, q_blocks, m, base))
+                        _, counter = part_at(sums, turns, part, block_number(batch, head_of(kv_head, group, member_in(walk)), heads, q_blocks, block_in(walk), base))
                         if warp.elect() != 0:
-                            bulk.wait_turn(counter, turn_of(n, m, bounds, kv_tiles))
+                            bulk.wait_turn(counter, turn_of(n, block_in(walk), batch, kv_head, bounds, kv_tiles, q_blocks, options))
                         cuda.syncwarp()
                         warp.barrier_sync(may_add, 160)
                         warp.barrier_sync(added, 160)
                         if warp.elect() != 0:
                             bulk.end_turn(counter)
                         cuda.syncwarp()
-                        m, member = next_of_walk(m, member, group, onward)
+                        walk = go_on(walk, group, onward)
                         step = following(step)
                     turn = following(turn)
                     tile = tile_of_turn(turn, block, blocks)
@@ -273,7 +312,7 @@ def build(config: BackwardConfig) -> KernelSource:
                 batch, kv_head, _ = heads_of(column, kv_heads, 1)
                 entry, n, first_q, first_k, stored, base, bounds = locate(n, batch, order_word, whole, options)
                 onward = walk_step(turn)
-                m, plain, border, steps = walk_of_tile(n, group, onward, bounds)
+                walk, plain, border, steps = begin(n, batch, kv_head, group, onward, bounds, options)
                 my = prepare(tid, warpgroup, n, entry, kv_head, group, seqlen_k, bounds, s_k, s_v, s_q, s_dout, s_ds, s_dq, scale_log2, options)
                 dk = zero_dk()
                 dv = zero_dv()
@@ -285,20 +324,19 @@ def build(config: BackwardConfig) -> KernelSource:
                 if cleans_keys:
                     clean_keys(s_k, n, my.w, my.thread, my.lane, entry, kv_head, group, bounds, options)
                 step = zero()
-                member = zero()
                 if step < steps:
-                    number = block_number(batch, head_of(kv_head, group, member), heads, q_blocks, m, base)
-                    carried, dk, dv, place = enter(dk, dv, place, m, member, number, ring, sums, my)
+                    number = block_number(batch, head_of(kv_head, group, member_in(walk)), heads, q_blocks, block_in(walk), base)
+                    carried, dk, dv, place = enter(dk, dv, place, block_in(walk), member_in(walk), number, ring, sums, my)
                     if enters_with_a_step:
-                        m, member = next_of_walk(m, member, group, onward)
+                        walk = go_on(walk, group, onward)
                         step = following(step)
                     while step < steps:
-                        number = block_number(batch, head_of(kv_head, group, member), heads, q_blocks, m, base)
-                        if step >= plain and step < border:
-                            carried, dk, dv, place = plain_step(carried, dk, dv, place, m, member, number, ring, sums, my)
+                        number = block_number(batch, head_of(kv_head, group, member_in(walk)), heads, q_blocks, block_in(walk), base)
+                        if is_plain(walk, step, plain, border):
+                            carried, dk, dv, place = plain_step(carried, dk, dv, place, block_in(walk), member_in(walk), number, ring, sums, my)
                         else:
-                            carried, dk, dv, place = masked_step(carried, dk, dv, place, m, member, number, ring, sums, my)
-                        m, member = next_of_walk(m, member, group, onward)
+                            carried, dk, dv, place = masked_step(carried, dk, dv, place, block_in(walk), member_in(walk), number, ring, sums, my)
+                        walk = go_on(walk, group, onward)
                         step = following(step)
                     dk, dv, place = finish(carried, dk, dv, place, ring, my)
                 leave(dk, dv, n, bounds, kv_head, batch, dk_map, dv_map, s_k, s_v, k_empty, v_empty, scale_of_dk, first_k, stored, my)

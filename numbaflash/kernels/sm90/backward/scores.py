@@ -1,7 +1,8 @@
 """What options do to a thread's scores in the gradients, where rows are keys and columns are queries.
 
 What a score is, and what a mask shows, is that of the forward (`numbaflash.kernels.sm90.scores`). A thread has two keys, 8 apart, in which it keeps
-its *seat* for a tile, and reads its *words* for each block of queries of each head: elements of the mask and the bias, and the head's slope of ALiBi.
+its *seat* for a tile, and reads its *words* for each block of queries of each head: elements of the bias, and the head's slope of ALiBi. Elements of
+the mask are read only for blocks in which it hides some pair.
 
 Of a pair two numbers are kept: p, the weight that V had, and w, what the gradient of the weight is multiplied by, p but for dropout and the slope of
 the score. The sign of w says what became of the pair: -0.0 where it is hidden, and nothing may be multiplied; negative where dropout drops it.
@@ -12,15 +13,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from llvmlite import ir
 from numba.cuda import types
 
-from ....problem import ITEMSIZE
+from ....problem import GRANULE, ITEMSIZE
 from ....ptx.fragment import fragment
+from ....ptx.inline import make_intrinsic
 from ....ptx.straight import straight_line
 from ...bands import BOUNDS
+from ...blocks.layout import BITS, FULL, PARTIAL
 from ...dropout import block, is_kept
 from ..options import Access, Options
-from ..scores import changed, element, is_shown, option_types
+from ..scores import block_offset, block_word, changed, element, has_bit, is_shown, option_types
 
 I32, I64, F32 = types.int32, types.int64, types.float32
 _SHARED_BITS = 16
@@ -47,7 +51,7 @@ class KeyScores:
 
     @property
     def _arrays(self):
-        return [(name, access) for name, access in (("mask", self.options.mask), ("bias", self.options.bias)) if access]
+        return [("bias", self.options.bias)] if self.options.bias else []
 
     # ---- what a thread knows of its keys
 
@@ -64,6 +68,8 @@ class KeyScores:
             found |= {f"{name}{r}": I64 for r in range(1 + access.by_row)}
         if options.reads:
             found["queries"] = I32  # from the thread's first one of block 0 to the last there is
+        if options.masked:
+            found |= dict.fromkeys(("key", "query", "batch", "seqlen_k"), I32)
         if options.alibi:
             found |= {"slopes": I64, "place0": I32, "place1": I32}  # of the batch entry; the query beside which the key stands
         if options.dropout:
@@ -130,7 +136,7 @@ class KeyScores:
             named, words = self._named(options), []
             seat = self._open(ops, named, seat)
             first = number * self.q_block
-            count = seat["queries"] - first if self.options.reads else None
+            count = seat["queries"] - first if self.options.bias else None
             for name, access in self._arrays:
                 words += self._packed(ops, name, access, named, seat, first, head, count)
             if self.options.alibi:
@@ -138,6 +144,53 @@ class KeyScores:
             return words or [ops.integer(0)]
 
         return straight_line(self.words, (self.seat, I32, I32, self._given), body)
+
+    @property
+    def mask_words(self):
+        """Numba type of what is read of a mask; of a block mask, 32 queries a word."""
+        access, count = self.options.mask, 2 * (self.columns // 32)
+        if access:
+            count = -(-len(self._elements(access)) // 4)
+        return types.UniTuple(I32, max(1, count if self.options.masked else 1))
+
+    def fetch_mask(self):
+        """``f(seat, block, head, options) -> mask_words``; nothing beyond the last query there is. Where things lie is found anew."""
+        access = self.options.mask
+
+        def body(ops, seat, number, head, options):
+            named, seat = self._named(options), dict(zip(self._seat(), seat, strict=True))
+            seat |= {name: ops.opaque(seat[name]) for name in ("key", "query", "batch")}
+            first, keys = number * self.q_block, (seat["key"], seat["key"] + 8)
+            if access:
+                for r, key in enumerate(keys[: 1 + access.by_row]):
+                    at = ops.minimum(key, seat["seqlen_k"] - 1)
+                    seat[f"mask{r}"] = element(ops, named, "mask", batch=seat["batch"], key=at, query=seat["query"])
+                return self._packed(ops, "mask", access, named, seat, first, head, seat["queries"] - first)
+            offset = block_offset(ops, named, seat["batch"], head)
+            word = block_word(ops, named, offset, first + seat["query"], seat["key"] // GRANULE, 0, named["block_columns"])
+            at = named["block_bits"] + offset + ops.wide(word - PARTIAL) * (4 * BITS) + 2 * BITS
+            words = []
+            for key in keys:
+                place = at + ops.wide(key % GRANULE * 8)
+                if self.columns < GRANULE:
+                    half = (first + seat["query"]) % GRANULE // 32
+                    bits = [ops.fetch("b32", place + ops.wide(half * 4), 0, word, PARTIAL - 1)]
+                else:
+                    bits = ops.halves(ops.fetch("s64", place, 0, word, PARTIAL - 1))
+                words += [ops.select(word == FULL, ops.integer(-1), each) for each in bits]
+            return [each >> (seat["query"] & 7) for each in words]  # bits of the thread's columns stand at places that are known
+
+        return straight_line(self.mask_words, (self.seat, I32, I32, self._given), body)
+
+    def no_mask_words(self):
+        """``f() -> mask_words`` that nobody looks at."""
+        return make_intrinsic(self.mask_words, (), lambda builder, args, llvm_result: ir.Constant(llvm_result, ir.Undefined))
+
+    def _is_shown(self, words, i):
+        if self.options.mask:
+            return is_shown(*self._word(self.options.mask, words, i))
+        row, column = (i >> 1) & 1, 8 * (i >> 2) + (i & 1)
+        return has_bit(words[self.columns // 32 * row + column // 32], column % 32)
 
     def _packed(self, ops, name, access, named, seat, first, head, count):
         size, step = ITEMSIZE[access.dtype], named[f"{name}_query"]
@@ -172,12 +225,12 @@ class KeyScores:
     # ---- weights, and gradients of the scores
 
     def weigh(self, masked: bool):
-        """``f(products, shifts, words, seat, block, head, limits, scale_log2, options) -> (p, w)``. Where ``masked``, pairs beyond the ``limits`` of
-        the keys (`KeyBand.limits`) are hidden."""
+        """``f(products, shifts, words, mask_words, seat, block, head, limits, scale_log2, options) -> (p, w)``. Where ``masked``, pairs beyond the
+        ``limits`` of the keys (`KeyBand.limits`), and those that the mask hides, are hidden."""
         kind, options_of = fragment(self.columns), self.options
         shifts = types.UniTuple(F32, self.columns // 4)
 
-        def body(ops, s, shifts, words, seat, number, head, limits, scale_log2, options):
+        def body(ops, s, shifts, words, mask_words, seat, number, head, limits, scale_log2, options):
             named, origin = self._named(options), number * self.q_block
             seat = self._open(ops, named, seat)
             limits = [limit - origin for limit in limits]
@@ -203,8 +256,8 @@ class KeyScores:
                 if masked:
                     shown.append(limits[row] <= column)
                     shown += [limits[2 + row] >= column] if self.left else []
-                if options_of.mask:
-                    shown.append(is_shown(*self._word(options_of.mask, of_arrays["mask"], i)))
+                if masked and options_of.masked:
+                    shown.append(self._is_shown(mask_words, i))
                 if self.of_bias:
                     shown.append(shift != math.inf)  # true of NaN
                 y = x if slope is None or self.of_bias else x * slope
@@ -217,7 +270,7 @@ class KeyScores:
                 w.append(y)
             return p, w
 
-        arguments = (kind, shifts, self.words, self.seat, I32, I32, types.UniTuple(I32, 4), F32, self._given)
+        arguments = (kind, shifts, self.words, self.mask_words, self.seat, I32, I32, types.UniTuple(I32, 4), F32, self._given)
         return straight_line(types.UniTuple(kind, 2), arguments, body)
 
     @property
@@ -239,7 +292,7 @@ class KeyScores:
                 else:
                     x = x - delta
                 ds = size * x
-                if masked or options_of.mask:
+                if masked:
                     ds = ops.select(ops.is_negative_zero(weight), ops.constant("float32", 0.0), ds)
                 found.append(ds)
             return found
@@ -253,7 +306,7 @@ class KeyScores:
     @property
     def fetches(self) -> bool:
         """There is something to read for a block."""
-        return self.options.reads or self.options.alibi
+        return bool(self.options.bias) or self.options.alibi
 
     def no_words(self):
         """``f() -> words`` where there is nothing to read."""

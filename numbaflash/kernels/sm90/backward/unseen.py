@@ -99,7 +99,7 @@ def keys(config: BackwardConfig, memory: SharedMemory):
 
     ``seen_rows(key, lane, batch, kv_head, group, bounds, options) -> (seen0, seen1)`` for the thread's two rows, the first of which has that key.
     """
-    kv_tile, masked, panels = config.kv_tile, config.options.mask is not None, memory.loaded_qk_panels
+    kv_tile, masked, panels = config.kv_tile, config.options.masked, memory.loaded_qk_panels
     rows_of_warp = kv_tile // (4 * config.consumers)
     scan, blank = scan_rows(config.element, panels, memory.kv_panel_bytes), blank_row(panels, memory.kv_panel_bytes)
     seen_keys = KeyBand(kv_tile, config.q_block, config.left, config.right).seen()

@@ -15,7 +15,7 @@ inline = cuda.jit(device=True, inline="always")
 def weighing(of_scores: KeyScores, memory: SharedMemory):
     """``f(masked) -> (weights, gradients)`` of fragments of so many columns.
 
-    ``weights(s, words, place, m, head, ring, my)`` returns P^T as dV needs it, and as the gradient of the scores does;
+    ``weights(s, words, mask_words, place, m, head, ring, my)`` returns P^T as dV needs it, and as the gradient of the scores does;
     ``gradients(p, dp, place, m, ring, my)`` returns dS^T.
     """
     columns, with_options, values_at = of_scores.columns, bool(of_scores.options), pipeline.slot(memory.row_bytes)
@@ -26,10 +26,10 @@ def weighing(of_scores: KeyScores, memory: SharedMemory):
         weigh, differentiate = of_scores.weigh(masked), of_scores.differentiate(masked)
 
         @inline
-        def weights(s, words, place, m, head, ring, my):
+        def weights(s, words, mask_words, place, m, head, ring, my):
             if with_options:
                 shifts = column_values(plus(values_at(ring.shifts, place), my.columns))
-                return weigh(s, shifts, words, my.seat, m, head, my.limits, my.scale_log2, my.options)
+                return weigh(s, shifts, words, mask_words, my.seat, m, head, my.limits, my.scale_log2, my.options)
             p = probabilities(s, plus(values_at(ring.shifts, place), my.columns), my.scale_log2)
             if masked:
                 p = mask(p, m, my.limits)
