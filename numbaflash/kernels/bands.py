@@ -199,13 +199,14 @@ class KeyBand:
         Nobody sees a key past the last one. ``last`` is 0 without a left bound.
         """
 
-        def body(ops, key, column, bounds):
-            _, seqlen_k, offset, left, right = bounds
-            firsts, lasts = [], []
-            for j in (key, key + 8):
-                query = j - offset - column
-                firsts.append(ops.select(j < seqlen_k, query - right if self.right else ops.integer(-NEVER), NEVER))
-                lasts.append(query + left if self.left else ops.integer(0))
-            return [*firsts, *lasts]
+        return straight_line(UniTuple(int32, 4), (int32, int32, BOUNDS), self.limits_of)
 
-        return straight_line(UniTuple(int32, 4), (int32, int32, BOUNDS), body)
+    def limits_of(self, ops, key, column, bounds):
+        """Straight-line `limits`."""
+        _, seqlen_k, offset, left, right = bounds
+        firsts, lasts = [], []
+        for j in (key, key + 8):
+            query = j - offset - column
+            firsts.append(ops.select(j < seqlen_k, query - right if self.right else ops.integer(-NEVER), NEVER))
+            lasts.append(query + left if self.left else ops.integer(0))
+        return [*firsts, *lasts]

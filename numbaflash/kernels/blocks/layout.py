@@ -18,13 +18,13 @@ ALIGNMENT = 64
 """Words before the bits are a multiple of it: a granule's bits begin at a multiple of 256 bytes from the first word."""
 
 
-LIST_ENDS = 2
-"""Words after the last entry of a list, so that one can be read ahead."""
+LIST_START, LIST_ENDS = 2, 2
+"""Words before the first entry of a list, and after the last one, so that one can be read ahead."""
 
 
 def words_of_list(blocks: int) -> int:
-    """Room for a list of so many blocks, its count and its ends."""
-    return 1 + blocks + LIST_ENDS
+    """Room for a list of so many blocks, its count and its ends on both sides."""
+    return LIST_START + blocks + LIST_ENDS
 
 
 def granules(length: int) -> int:

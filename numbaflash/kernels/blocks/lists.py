@@ -1,6 +1,6 @@
 """The blocks that a tile steps through: those of which some pair is seen, by mask, band and lengths together.
 
-A list is a count, then the entries, then `END`, twice. An entry is twice the number of a block, and one more where some pair of the tile and the block is
+A list is a count, `END`, the entries, and twice `END`. An entry is twice the number of a block, and one more where some pair of the tile and the block is
 hidden: only there do kernels look at the mask, the band and the lengths. A tile is one of queries, which steps through blocks of keys, or one of keys,
 which steps through blocks of queries. Heads that share a tile share its list: what one of them sees is in it.
 
@@ -19,10 +19,10 @@ from ...problem import GRANULE
 from ...ptx.straight import straight_line
 from ...toolchain import KernelSource
 from . import layout
-from .layout import EMPTY, FULL, LIST_ENDS
+from .layout import EMPTY, FULL, LIST_ENDS, LIST_START
 
 END = -1
-"""After the last entry."""
+"""Before the first entry and after the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,11 +181,12 @@ def build_lists(config: ListsConfig) -> KernelSource:
             )  # fmt: skip
             if flag >= 0:
                 place = total - 1 - before if descending else before
-                put(lists, at + 1 + place, 2 * block + flag)
+                put(lists, at + LIST_START + place, 2 * block + flag)
                 before += 1
         if thread == 0:
             put(lists, at, total)
-            for end in range(1 + total, 1 + total + LIST_ENDS):
+            put(lists, at + LIST_START - 1, END)
+            for end in range(LIST_START + total, LIST_START + total + LIST_ENDS):
                 put(lists, at + end, END)
 
     return KernelSource(make_lists, _SIGNATURE, threads=threads)

@@ -23,7 +23,7 @@ from ...ptx.fragment import STATISTICS, fragment
 from ...ptx.inline import make_intrinsic
 from ...ptx.straight import straight_line
 from ..bands import BOUNDS
-from ..blocks.layout import BITS, FULL, PARTIAL
+from ..blocks.layout import BITS, FULL, LIST_START, PARTIAL
 from ..dropout import block, is_kept
 from .options import KEYS_OF_A_DRAW, Access, Options
 
@@ -309,19 +309,27 @@ class Scores:
     @staticmethod
     def _list_at(ops, named, tile, batch, head):
         number = ops.wide(batch * named["lists_batch"] + head * named["lists_head"] + tile)
-        return named["lists"] + (number * ops.wide(named["lists_words"]) + 1) * 4
+        return named["lists"] + (number * ops.wide(named["lists_words"]) + LIST_START) * 4
 
     def walk_of_list(self):
-        """``f(tile, batch, head, group, onward, options) -> (address, steps)``: the entry at which a walk begins, the first one or, where ``onward``
-        is -1, the last, and its steps, one for each head of the group."""
+        """``f(tile, batch, head, onward, options) -> number``: of the words of all lists, the entry at which a walk begins, the first one or, where
+        ``onward`` is -1, the last."""
 
-        def body(ops, tile, batch, head, group, onward, options):
-            first = self._list_at(ops, self._named(options), tile, batch, head)
-            count = ops.fetch("b32", first, -4)
-            last = ops.maximum(count - 1, ops.integer(0))
-            return [first + ops.wide(ops.select(onward > 0, ops.integer(0), last)) * 4, count * group]
+        def body(ops, tile, batch, head, onward, options):
+            named = self._named(options)
+            first = (batch * named["lists_batch"] + head * named["lists_head"] + tile) * named["lists_words"] + LIST_START
+            count = ops.fetch("b32", named["lists"] + ops.wide(first) * 4, -4 * LIST_START)
+            return first + ops.select(onward > 0, ops.integer(0), count - 1)
 
-        return straight_line(types.Tuple([I64, I32]), (*(I32,) * 5, self._given), body)
+        return straight_line(I32, (*(I32,) * 4, self._given), body)
+
+    def entry(self):
+        """``f(number, options)``: that word."""
+
+        def body(ops, number, options):
+            return ops.fetch("b32", self._named(options)["lists"] + ops.wide(number) * 4, 0)
+
+        return straight_line(I32, (I32, self._given), body)
 
     def rank_of(self):
         """``f(tile, block, batch, head, blocks, options)``: a tile's turn at a block, of as many as a head has."""
@@ -494,15 +502,11 @@ block_of = straight_line(I32, (I32,), lambda ops, entry: entry >> 1)
 is_partial = straight_line(I32, (I32,), lambda ops, entry: entry & 1)
 """``f(entry)``: 1 where some pair of the block is hidden."""
 
-after_entry = straight_line(I64, (I64, I32), lambda ops, at, onward: at + ops.wide(onward) * 4)
-"""``f(address, onward)`` of the next entry of a walk, which goes up through a list or down."""
 
-
-def _next_of_list(ops, entry, upcoming, at, member, group, onward):
+def _next_of_list(ops, entry, upcoming, number, member, group, onward):
     last = member + 1 == group
-    there = ops.select(last, ops.wide(onward) * 4, ops.wide(ops.integer(0)))
-    return [ops.select(last, upcoming, entry), at + there, ops.select(last, ops.integer(0), member + 1)]
+    return [ops.select(last, upcoming, entry), ops.select(last, number + onward, number), ops.select(last, ops.integer(0), member + 1)]
 
 
-next_of_list = straight_line(types.Tuple([I32, I64, I32]), (I32, I32, I64, I32, I32, I32), _next_of_list)
-"""``f(entry, upcoming, address, member, group, onward) -> (entry, address, member)`` after a step: each entry for each head of the group."""
+next_of_list = straight_line(types.UniTuple(I32, 3), (I32,) * 6, _next_of_list)
+"""``f(entry, upcoming, number of that, member, group, onward) -> (entry, number, member)`` after a step: each entry for each head of the group."""

@@ -194,7 +194,7 @@ def build(config: BackwardConfig) -> KernelSource:
                 key = plus(key_of(n, 0), own_key)
                 seat = take_seat(key, column, batch, seqlen_k, bounds, options)
                 words = fetch(seat, m, head, options)
-                mask_words = fetch_mask(seat, m, head, options) if masked else no_mask_words()
+                mask_words = fetch_mask(key, column, m, batch, head, bounds[0], seqlen_k, options) if masked else no_mask_words()
                 pipeline.wait(full, place)
                 place = flip(place)
                 s = scores(operand(own_rows(s_k, w), only()), operand(s_q, only()))

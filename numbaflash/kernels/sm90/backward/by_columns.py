@@ -29,7 +29,7 @@ ALL = 1  # named barrier of all consumers
 MAY_ADD, ADDED = 2, 5  # of the first consumer, shared with the warp that keeps its turns
 
 Consumer = namedtuple(
-    "Consumer", "w thread lane limits k v q_half dout_half pds first_query k_part q_part dout_part columns scale_log2 first_head group seat options"
+    "Consumer", "w thread lane limits k v q_half dout_half pds first_query k_part q_part dout_part columns scale_log2 first_head group seat options spot"
 )
 """What a step needs beside its state: descriptors, addresses, and the queries that the thread's keys are seen by."""
 
@@ -76,7 +76,6 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     options_of, cleans, may_hide_keys = config.options, config.cleans_queries, config.may_hide_keys
     with_options, drops, crowded = bool(options_of), options_of.dropout, config.crowded
     of_scores = KeyScores(half, q_block, options_of, config.left)
-    make_weights = weighing(of_scores, memory)
     take_seat, fetch, no_words, keep_factor = of_scores.take_seat(), of_scores.fetch(), of_scores.no_words(), of_scores.keep_factor()
     fetch_mask, no_mask_words = of_scores.fetch_mask() if options_of.masked else None, of_scores.no_mask_words()
     fetches = of_scores.fetches
@@ -127,6 +126,17 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
 
     key_of_thread = straight_line(int32, (int32,) * 2, lambda ops, n, thread: n * kv_tile + (thread >> 5) * 16 + ((thread & 31) >> 2))
 
+    place_anew = straight_line(  # (first key, first column) of a thread, for which no registers are kept
+        UniTuple(int32, 2), (int32,) * 4, lambda ops, n, w, thread, columns: [n * kv_tile + (ops.opaque(thread) >> 5) * 16 + ((ops.opaque(thread) & 31) >> 2), ops.opaque(columns) >> 2]
+    )
+    make_weights = weighing(of_scores, memory, limits_of_keys, place_anew)
+
+    @inline
+    def fetch_mask_of(m, head, my):
+        n, batch, seqlen_k, bounds = my.spot
+        key, query = place_anew(n, my.w, my.thread, my.columns)
+        return fetch_mask(key, query, m, batch, head, bounds[0], seqlen_k, my.options)
+
     @inline
     def prepare(tid, warpgroup, n, batch, kv_head, group, seqlen_k, bounds, s_k, s_v, s_q, s_dout, s_ds, s_dq, scale_log2, options):
         w, thread, lane, key, first_query, column = place_of_thread(tid, warpgroup, n)
@@ -138,7 +148,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
         return Consumer(
             w, thread, lane, limits, row_operand(s_k, only()), row_operand(s_v, only()), q_half, dout_half,
             s_ds, first_query, k_part_operand(k_part, only()), q_part, dout_part, columns, scale_log2,
-            first_head(kv_head, group), group, seat, options,
+            first_head(kv_head, group), group, seat, options, (n, batch, seqlen_k, bounds),
         )  # fmt: skip
 
     @inline
@@ -177,7 +187,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
                 settle(my)
             head = plus(my.first_head, member)
             words = fetch(my.seat, m, head, my.options) if fetches else no_words()
-            mask_words = fetch_mask(my.seat, m, head, my.options) if masked and masked_keys else no_mask_words()
+            mask_words = fetch_mask_of(m, head, my) if masked and masked_keys else no_mask_words()
             s = wait_scores(s) if is_first else wait_scores_before_dk(s)
             p, w = weights(s, words, mask_words, place, m, head, ring, my)
             pds = pds_slot(my.pds, place)
@@ -242,7 +252,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
                 settle(my)  # only now, so that these products hide how long the additions of the block before take to arrive
             head = plus(my.first_head, member)
             words = fetch(my.seat, m, head, my.options) if fetches else no_words()
-            mask_words = fetch_mask(my.seat, m, head, my.options) if masked and masked_keys else no_mask_words()
+            mask_words = fetch_mask_of(m, head, my) if masked and masked_keys else no_mask_words()
             p, w = weights(wait_scores(s), words, mask_words, place, m, head, ring, my)
             if with_ds and crowded:
                 dp = value_scores(my.v, dout_operand(my.dout_half, place))

@@ -31,7 +31,7 @@ inline = cuda.jit(device=True, inline="always")
 OWN = 1  # of the first consumer; one a consumer
 DQ_FULL, DQ_EMPTY = 3, 5  # of the first part of dQ: the consumer whose turn it is, and the warp that sends it away; one a part
 
-Consumer = namedtuple("Consumer", "w thread lane limits k v ds all_ds all_k dq columns scale_log2 first_head group seat options")
+Consumer = namedtuple("Consumer", "w thread lane limits k v ds all_ds all_k dq columns scale_log2 first_head group seat options spot")
 """What a step needs beside its state: descriptors, addresses, and the queries that the thread's keys are seen by."""
 
 
@@ -74,7 +74,6 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     options_of, cleans, may_hide_keys = config.options, config.cleans_queries, config.may_hide_keys
     with_options, drops, crowded = bool(options_of), options_of.dropout, config.crowded
     of_scores = KeyScores(q_block, q_block, options_of, config.left)
-    make_weights = weighing(of_scores, memory)
     take_seat, fetch, no_words, keep_factor = of_scores.take_seat(), of_scores.fetch(), of_scores.no_words(), of_scores.keep_factor()
     fetch_mask, no_mask_words = of_scores.fetch_mask() if options_of.masked else None, of_scores.no_mask_words()
     fetches, splits = of_scores.fetches, of_scores.splits
@@ -115,6 +114,17 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     own_key = straight_line(int32, (int32,) * 2, lambda ops, n, consumer: n * kv_tile + consumer * 64)
     key_of_thread = straight_line(int32, (int32,) * 3, lambda ops, n, w, thread: n * kv_tile + w * 64 + (thread >> 5) * 16 + ((thread & 31) >> 2))
 
+    place_anew = straight_line(  # (first key, first column) of a thread, for which no registers are kept
+        UniTuple(int32, 2), (int32,) * 4, lambda ops, n, w, thread, columns: [n * kv_tile + w * 64 + (ops.opaque(thread) >> 5) * 16 + ((ops.opaque(thread) & 31) >> 2), ops.opaque(columns) >> 2]
+    )
+    make_weights = weighing(of_scores, memory, limits_of_keys, place_anew)
+
+    @inline
+    def fetch_mask_of(m, head, my):
+        n, batch, seqlen_k, bounds = my.spot
+        key, query = place_anew(n, my.w, my.thread, my.columns)
+        return fetch_mask(key, query, m, batch, head, bounds[0], seqlen_k, my.options)
+
     @inline
     def prepare(tid, warpgroup, n, batch, kv_head, group, seqlen_k, bounds, s_k, s_v, s_q, s_dout, s_ds, s_dq, scale_log2, options):
         w, thread, lane, key, column = place_of_thread(tid, warpgroup, n)
@@ -125,7 +135,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
             seat = take_seat(key, column, batch, seqlen_k, bounds, options)
         return Consumer(
             w, thread, lane, limits, row_operand(own_k, only()), row_operand(own_v, only()), own_ds, s_ds, s_k, s_dq, columns, scale_log2,
-            first_head(kv_head, group), group, seat, options,
+            first_head(kv_head, group), group, seat, options, (n, batch, seqlen_k, bounds),
         )  # fmt: skip
 
     @inline
@@ -166,7 +176,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
                 dp = value_scores(my.v, dout_operand(ring.dout, place))
             head = plus(my.first_head, member)
             words = fetch(my.seat, m, head, my.options) if fetches else no_words()
-            mask_words = fetch_mask(my.seat, m, head, my.options) if masked and masked_keys else no_mask_words()
+            mask_words = fetch_mask_of(m, head, my) if masked and masked_keys else no_mask_words()
             p, w = weights(wait_scores(s), words, mask_words, place, m, head, ring, my)
             if splits:
                 p16 = to_16bit(p)

@@ -23,7 +23,7 @@ from ... import schedule
 from ...bands import KeyBand
 from ...schedule import heads_of, next_of_walk, tile_of_turn, walk_step_of_turn
 from .. import packed
-from ..scores import Scores, after_entry, block_of, entry_at, is_partial, next_of_list, option_types
+from ..scores import Scores, block_of, is_partial, next_of_list, option_types
 from . import by_columns, by_keys
 from .config import TICKET_BYTES, BackwardConfig, SharedMemory
 
@@ -49,7 +49,7 @@ def build(config: BackwardConfig) -> KernelSource:
     lengths, options_of = config.options.lengths, config.options
     band = KeyBand(kv_tile, q_block, config.left, config.right, padded=lengths)
     of_scores, listed = Scores(q_block, options_of), options_of.masked
-    bounds_of_entry, walk_of_list, rank_of = of_scores.bounds_of_entry(False), of_scores.walk_of_list(), of_scores.rank_of()
+    bounds_of_entry, walk_of_list, entry_of, rank_of = of_scores.bounds_of_entry(False), of_scores.walk_of_list(), of_scores.entry(), of_scores.rank_of()
     is_packed = options_of.packed
     if is_packed:
         sequences = packed.Sequences(options_of, "k", kv_tile)
@@ -124,14 +124,20 @@ def build(config: BackwardConfig) -> KernelSource:
 
     locate = locate_packed if is_packed else locate_within_lengths if lengths else locate
 
+    @inline
+    def next_tile(turn, block, blocks, tiles):
+        if deterministic and listed:  # there is one tile a block, and no register for what another one would need
+            return tiles
+        return tile_of_turn(turn, block, blocks)
+
     # How a tile steps through blocks of queries, each for all heads of the group: a walk is (block, member of the group); through a list,
-    # (entry, the one after it, address of that, member).
+    # (entry, the one after it, number of that, member).
     @inline
     def begin(n, batch, kv_head, group, onward, bounds, options):
         if listed:
-            at, steps = walk_of_list(n, batch, kv_head, group, onward, options)
-            following_at = after_entry(at, onward)
-            return (entry_at(at), entry_at(following_at), following_at, zero()), zero(), zero(), steps
+            number = walk_of_list(n, batch, kv_head, onward, options)
+            after = plus(number, onward)
+            return (entry_of(number, options), entry_of(after, options), after, zero()), zero(), zero(), zero()
         m, plain, border, steps = walk_of_tile(n, group, onward, bounds)
         return (m, zero()), plain, border, steps
 
@@ -144,13 +150,20 @@ def build(config: BackwardConfig) -> KernelSource:
         return walk[-1]
 
     @inline
-    def go_on(walk, group, onward):
+    def go_on(walk, group, onward, options):
         if listed:
-            entry, upcoming, at, member = walk
-            entry, at, member = next_of_list(entry, upcoming, at, member, group, onward)
-            return entry, entry_at(at), at, member
+            entry, upcoming, number, member = walk
+            entry, number, member = next_of_list(entry, upcoming, number, member, group, onward)
+            return entry, entry_of(number, options), number, member
         m, member = walk
         return next_of_walk(m, member, group, onward)
+
+    @inline
+    def goes_on(walk, step, steps):
+        """Whether a walk has not come to its end."""
+        if listed:
+            return walk[0] >= 0
+        return step < steps
 
     @inline
     def is_plain(walk, step, plain, border):
@@ -222,7 +235,7 @@ def build(config: BackwardConfig) -> KernelSource:
                         pipeline.wait(k_empty, kv_place)
                         load_k(s_k, only(), k_map, k_full, key, kv_head, batch)
                         step = zero()
-                        while step < steps:
+                        while goes_on(walk, step, steps):
                             head = head_of(kv_head, group, member_in(walk))
                             shifts_at, deltas_at = rows_at(shifts, deltas, block_number(batch, head, heads, q_blocks, block_in(walk), base))
                             row = row_of(block_in(walk), first_query, first_q)
@@ -237,13 +250,13 @@ def build(config: BackwardConfig) -> KernelSource:
                                 load_row(s_deltas, place, deltas_at, dout_full)
                             load_dout(s_dout, place, dout_map, dout_full, row, head, batch)
                             place = advance(place)
-                            walk = go_on(walk, group, onward)
+                            walk = go_on(walk, group, onward, options)
                             step = following(step)
-                        if steps == 0 or not with_ds:
+                        if step == 0 or not with_ds:
                             pipeline.wait(v_empty, kv_place)
                         kv_place = kv_advance(kv_place)
                         turn = following(turn)
-                        tile = tile_of_turn(turn, block, blocks)
+                        tile = next_tile(turn, block, blocks, tiles)
             elif send_by_bulk and role <= parts:  # -------------------------------------------------- parts of dQ leave
                 part = preceding(role)
                 ready, free = plus(part, DQ_FULL), plus(part, DQ_EMPTY)
@@ -256,7 +269,7 @@ def build(config: BackwardConfig) -> KernelSource:
                     onward = walk_step(turn)
                     walk, _, _, steps = begin(n, batch, kv_head, group, onward, bounds, options)
                     step = zero()
-                    while step < steps:
+                    while goes_on(walk, step, steps):
                         number = block_number(batch, head_of(kv_head, group, member_in(walk)), heads, q_blocks, block_in(walk), base)
                         target, counter = part_at(sums, turns, part, number)
                         if deterministic:
@@ -272,10 +285,10 @@ def build(config: BackwardConfig) -> KernelSource:
                         if deterministic and warp.elect() != 0:
                             bulk.wait_done()
                             bulk.end_turn(counter)
-                        walk = go_on(walk, group, onward)
+                        walk = go_on(walk, group, onward, options)
                         step = following(step)
                     turn = following(turn)
-                    tile = tile_of_turn(turn, block, blocks)
+                    tile = next_tile(turn, block, blocks, tiles)
                 if warp.elect() != 0:
                     bulk.wait_done()
             elif keep_turns and role <= parts:  # ---------------------------------------------------- whose turn it is
@@ -288,7 +301,7 @@ def build(config: BackwardConfig) -> KernelSource:
                     onward = walk_step(turn)
                     walk, _, _, steps = begin(n, batch, kv_head, group, onward, bounds, options)
                     step = zero()
-                    while step < steps:
+                    while goes_on(walk, step, steps):
                         _, counter = part_at(sums, turns, part, block_number(batch, head_of(kv_head, group, member_in(walk)), heads, q_blocks, block_in(walk), base))
                         if warp.elect() != 0:
                             bulk.wait_turn(counter, turn_of(n, block_in(walk), batch, kv_head, bounds, kv_tiles, q_blocks, options))
@@ -298,10 +311,10 @@ def build(config: BackwardConfig) -> KernelSource:
                         if warp.elect() != 0:
                             bulk.end_turn(counter)
                         cuda.syncwarp()
-                        walk = go_on(walk, group, onward)
+                        walk = go_on(walk, group, onward, options)
                         step = following(step)
                     turn = following(turn)
-                    tile = tile_of_turn(turn, block, blocks)
+                    tile = next_tile(turn, block, blocks, tiles)
         else:  # ------------------------------------------------------------------------------------ consumers
             more_registers()
             ring = Ring(s_q, s_dout, s_shifts, s_deltas, q_full, q_empty, dout_full, dout_empty, ds_full, ds_empty)
@@ -324,24 +337,24 @@ def build(config: BackwardConfig) -> KernelSource:
                 if cleans_keys:
                     clean_keys(s_k, n, my.w, my.thread, my.lane, entry, kv_head, group, bounds, options)
                 step = zero()
-                if step < steps:
+                if goes_on(walk, step, steps):
                     number = block_number(batch, head_of(kv_head, group, member_in(walk)), heads, q_blocks, block_in(walk), base)
                     carried, dk, dv, place = enter(dk, dv, place, block_in(walk), member_in(walk), number, ring, sums, my)
                     if enters_with_a_step:
-                        walk = go_on(walk, group, onward)
+                        walk = go_on(walk, group, onward, options)
                         step = following(step)
-                    while step < steps:
+                    while goes_on(walk, step, steps):
                         number = block_number(batch, head_of(kv_head, group, member_in(walk)), heads, q_blocks, block_in(walk), base)
                         if is_plain(walk, step, plain, border):
                             carried, dk, dv, place = plain_step(carried, dk, dv, place, block_in(walk), member_in(walk), number, ring, sums, my)
                         else:
                             carried, dk, dv, place = masked_step(carried, dk, dv, place, block_in(walk), member_in(walk), number, ring, sums, my)
-                        walk = go_on(walk, group, onward)
+                        walk = go_on(walk, group, onward, options)
                         step = following(step)
                     dk, dv, place = finish(carried, dk, dv, place, ring, my)
                 leave(dk, dv, n, bounds, kv_head, batch, dk_map, dv_map, s_k, s_v, k_empty, v_empty, scale_of_dk, first_k, stored, my)
                 turn = following(turn)
-                tile = tile_of_turn(turn, block, blocks)
+                tile = next_tile(turn, block, blocks, tiles)
 
     signature = types.void(*[types.uint64] * 10, *[types.int32] * 15, types.float32, types.float32, types.Tuple(option_types(options_of)))
     return KernelSource(kernel, signature, threads=config.threads, fastmath=False, tensor_maps=tuple(range(6)))

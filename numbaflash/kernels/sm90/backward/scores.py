@@ -66,10 +66,8 @@ class KeyScores:
             return dict.fromkeys(("key", "query", "batch", "seqlen_k", "queries", "offset"), I32)
         for name, access in self._arrays:
             found |= {f"{name}{r}": I64 for r in range(1 + access.by_row)}
-        if options.reads:
+        if options.bias:
             found["queries"] = I32  # from the thread's first one of block 0 to the last there is
-        if options.masked:
-            found |= dict.fromkeys(("key", "query", "batch", "seqlen_k"), I32)
         if options.alibi:
             found |= {"slopes": I64, "place0": I32, "place1": I32}  # of the batch entry; the query beside which the key stands
         if options.dropout:
@@ -154,33 +152,33 @@ class KeyScores:
         return types.UniTuple(I32, max(1, count if self.options.masked else 1))
 
     def fetch_mask(self):
-        """``f(seat, block, head, options) -> mask_words``; nothing beyond the last query there is. Where things lie is found anew."""
+        """``f(key, query, block, batch, head, seqlen_q, seqlen_k, options) -> mask_words`` of keys ``key`` and ``key + 8`` and queries from ``query`` of
+        the block on; nothing beyond the last query there is. Few blocks need it, so no register is kept for it: where things lie is found anew."""
         access = self.options.mask
 
-        def body(ops, seat, number, head, options):
-            named, seat = self._named(options), dict(zip(self._seat(), seat, strict=True))
-            seat |= {name: ops.opaque(seat[name]) for name in ("key", "query", "batch")}
-            first, keys = number * self.q_block, (seat["key"], seat["key"] + 8)
+        def body(ops, key, query, number, batch, head, seqlen_q, seqlen_k, options):
+            # No key has bit 30: that keeps addresses out of the uniform registers, in which ptxas would hold parameters from before the loop.
+            named, batch, head = self._named(options), batch + (key >> 30), head + (key >> 30)
+            first, keys = number * self.q_block, (key, key + 8)
             if access:
-                for r, key in enumerate(keys[: 1 + access.by_row]):
-                    at = ops.minimum(key, seat["seqlen_k"] - 1)
-                    seat[f"mask{r}"] = element(ops, named, "mask", batch=seat["batch"], key=at, query=seat["query"])
-                return self._packed(ops, "mask", access, named, seat, first, head, seat["queries"] - first)
-            offset = block_offset(ops, named, seat["batch"], head)
-            word = block_word(ops, named, offset, first + seat["query"], seat["key"] // GRANULE, 0, named["block_columns"])
+                rows = [ops.minimum(each, seqlen_k - 1) for each in keys[: 1 + access.by_row]]
+                seat = {f"mask{r}": element(ops, named, "mask", batch=batch, key=at, query=query) for r, at in enumerate(rows)}
+                return self._packed(ops, "mask", access, named, seat, first, head, seqlen_q - query - first)
+            offset = block_offset(ops, named, batch, head)
+            word = block_word(ops, named, offset, first + query, key // GRANULE, 0, named["block_columns"])
             at = named["block_bits"] + offset + ops.wide(word - PARTIAL) * (4 * BITS) + 2 * BITS
             words = []
             for key in keys:
                 place = at + ops.wide(key % GRANULE * 8)
                 if self.columns < GRANULE:
-                    half = (first + seat["query"]) % GRANULE // 32
+                    half = (first + query) % GRANULE // 32
                     bits = [ops.fetch("b32", place + ops.wide(half * 4), 0, word, PARTIAL - 1)]
                 else:
                     bits = ops.halves(ops.fetch("s64", place, 0, word, PARTIAL - 1))
                 words += [ops.select(word == FULL, ops.integer(-1), each) for each in bits]
-            return [each >> (seat["query"] & 7) for each in words]  # bits of the thread's columns stand at places that are known
+            return [each >> (query & 7) for each in words]  # bits of the thread's columns stand at places that are known
 
-        return straight_line(self.mask_words, (self.seat, I32, I32, self._given), body)
+        return straight_line(self.mask_words, (*(I32,) * 7, self._given), body)
 
     def no_mask_words(self):
         """``f() -> mask_words`` that nobody looks at."""

@@ -12,13 +12,15 @@ from .scores import KeyScores
 inline = cuda.jit(device=True, inline="always")
 
 
-def weighing(of_scores: KeyScores, memory: SharedMemory):
+def weighing(of_scores: KeyScores, memory: SharedMemory, limits_of, place_anew):
     """``f(masked) -> (weights, gradients)`` of fragments of so many columns.
 
+    ``place_anew(n, w, thread, columns)`` and ``limits_of(key, column, bounds)`` say where a thread stands, where blocks come from lists.
     ``weights(s, words, mask_words, place, m, head, ring, my)`` returns P^T as dV needs it, and as the gradient of the scores does;
     ``gradients(p, dp, place, m, ring, my)`` returns dS^T.
     """
     columns, with_options, values_at = of_scores.columns, bool(of_scores.options), pipeline.slot(memory.row_bytes)
+    listed = of_scores.options.masked
     probabilities, score_gradients = fragment.probabilities(columns), fragment.score_gradients(columns)
     mask, column_values = fragment.mask_band(columns, True, of_scores.left, 0.0, of_scores.q_block), fragment.column_values(columns)
 
@@ -29,7 +31,12 @@ def weighing(of_scores: KeyScores, memory: SharedMemory):
         def weights(s, words, mask_words, place, m, head, ring, my):
             if with_options:
                 shifts = column_values(plus(values_at(ring.shifts, place), my.columns))
-                return weigh(s, shifts, words, mask_words, my.seat, m, head, my.limits, my.scale_log2, my.options)
+                limits = my.limits
+                if masked and listed:
+                    n, _, _, bounds = my.spot
+                    key, column = place_anew(n, my.w, my.thread, my.columns)
+                    limits = limits_of(key, column, bounds)
+                return weigh(s, shifts, words, mask_words, my.seat, m, head, limits, my.scale_log2, my.options)
             p = probabilities(s, plus(values_at(ring.shifts, place), my.columns), my.scale_log2)
             if masked:
                 p = mask(p, m, my.limits)
