@@ -125,6 +125,12 @@ def build(config: BackwardConfig) -> KernelSource:
     locate = locate_packed if is_packed else locate_within_lengths if lengths else locate
 
     @inline
+    def first_tile(tile):
+        if deterministic and listed:  # read where it is used: a number that all warps keep from before they part costs more
+            return warp.shuffle_index(shared.load(ticket_slot()[0]), 0)
+        return tile
+
+    @inline
     def next_tile(turn, block, blocks, tiles):
         if deterministic and listed:  # there is one tile a block, and no register for what another one would need
             return tiles
@@ -210,12 +216,13 @@ def build(config: BackwardConfig) -> KernelSource:
             check_order(tid, order_word, options)
         cuda.syncthreads()
         block, blocks = cuda.blockIdx.x, cuda.gridDim.x
-        if deterministic:  # one tile a block, in the order in which blocks start: what a tile waits for has started before it
+        if deterministic and not listed:  # one tile a block, in the order in which blocks start: what a tile waits for has started before it
             block = warp.shuffle_index(shared.load(ticket_slot()[0]), 0)
         turn = zero()
         tile = block
         if warpgroup == 0:
             fewer_registers()
+            tile = first_tile(tile)
             role = warp.shuffle_index(warp_of(tid), 0)
             if role == 0:  # ----------------------------------------------------------------------- loads
                 if warp.elect() != 0:
@@ -317,6 +324,7 @@ def build(config: BackwardConfig) -> KernelSource:
                     tile = next_tile(turn, block, blocks, tiles)
         else:  # ------------------------------------------------------------------------------------ consumers
             more_registers()
+            tile = first_tile(tile)
             ring = Ring(s_q, s_dout, s_shifts, s_deltas, q_full, q_empty, dout_full, dout_empty, ds_full, ds_empty)
             place = start()
             kv_place = start()

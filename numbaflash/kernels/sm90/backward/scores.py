@@ -161,7 +161,7 @@ class KeyScores:
             named, batch, head = self._named(options), batch + (key >> 30), head + (key >> 30)
             first, keys = number * self.q_block, (key, key + 8)
             if access:
-                rows = [ops.minimum(each, seqlen_k - 1) for each in keys[: 1 + access.by_row]]
+                rows = [ops.minimum(each + 1, seqlen_k) - 1 for each in keys[: 1 + access.by_row]]
                 seat = {f"mask{r}": element(ops, named, "mask", batch=batch, key=at, query=query) for r, at in enumerate(rows)}
                 return self._packed(ops, "mask", access, named, seat, first, head, seqlen_q - query - first)
             offset = block_offset(ops, named, batch, head)
