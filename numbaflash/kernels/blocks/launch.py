@@ -120,6 +120,20 @@ class Lists:
         """Bytes of the workspace up to the end of all this."""
         return self.ranks_at + (_whole(4 * self.entries * self.columns * self.q_blocks * self.k_blocks) if self.ranked else 0)
 
+    @property
+    def array_of_lists(self) -> toolchain.Array:
+        """A row a list."""
+        return self._array(self.lists_at, self.entries * self.columns * self.tiles, self.words)
+
+    @property
+    def array_of_ranks(self) -> toolchain.Array:
+        """A row a tile of keys, a column a block of queries."""
+        return self._array(self.ranks_at, self.entries * self.columns * self.k_blocks, self.q_blocks)
+
+    @staticmethod
+    def _array(offset, rows, columns):
+        return toolchain.Array("workspace", "int32", (rows, columns), (4 * columns, 4), offset)
+
     # ---- launches
 
     def launches(self, layouts, arch, simulated: bool) -> list[tuple[toolchain.KernelRequest, list, int, int]]:

@@ -14,6 +14,7 @@ from numbaflash.dispatch import Device, Launch, Layout, Layouts, Plan, missing, 
 from numbaflash.problem import ITEMSIZE, Problem
 from numbaflash.toolchain import simulator
 
+from ..blocks.launch import Lists
 from . import grid
 from .config import choose_config
 from .options import FEATURES, as_bits, product_factor
@@ -43,7 +44,35 @@ def plan(problem: Problem, layouts: Layouts, device: Device) -> Plan:
     """Choose tiles and grid."""
     config = choose_config(problem, layouts, device, simulated=device.kind == "cpu")
     tiles = grid.q_tiles(problem, config.q_tile) * grid.columns(problem, problem.heads)
-    return Plan("simt", problem, device, layouts, config, (tiles,), config.threads, config.shared_bytes)
+    lists = lists_of(problem, config)
+    workspace = lists.end if lists else 0
+    return Plan("simt", problem, device, layouts, config, (tiles,), config.threads, config.shared_bytes, workspace_bytes=workspace)
+
+
+def lists_of(problem: Problem, config) -> Lists | None:
+    """The lists of blocks that tiles step through, where there is a mask."""
+    return Lists(problem, problem, config.q_tile, config.kv_tile, 1) if problem.masked else None
+
+
+def prepare_lists(lists: Lists | None, plan: Plan, make) -> list[Launch]:
+    """Launches that make lists, before others."""
+    simulated = plan.device.kind == "cpu"
+    listed = lists.launches(plan.layouts, plan.device.capability, simulated) if lists else []
+    names = operands(plan.problem, plan.direction)
+    return [
+        make(wanted, given, grid=(blocks,), threads=threads, device=plan.device, operands=names) for wanted, given, blocks, threads in listed
+    ]
+
+
+class Launches:
+    """Launches one after the other."""
+
+    def __init__(self, launches):
+        self._launches = tuple(launches)
+
+    def __call__(self, addresses: tuple[int, ...], stream: int) -> None:
+        for launch in self._launches:
+            launch(addresses, stream)
 
 
 def request(plan: Plan) -> toolchain.KernelRequest:
@@ -54,7 +83,8 @@ def request(plan: Plan) -> toolchain.KernelRequest:
 def prepare(plan: Plan) -> Launch:
     """Build (or fetch) and load the kernel of a plan."""
     make = simulator.prepare if plan.device.kind == "cpu" else toolchain.prepare
-    return make(
+    before = prepare_lists(lists_of(plan.problem, plan.config), plan, make)
+    launch = make(
         request(plan),
         parameters(plan),
         grid=plan.grid,
@@ -63,6 +93,7 @@ def prepare(plan: Plan) -> Launch:
         device=plan.device,
         operands=operands(plan.problem),
     )
+    return Launches([*before, launch]) if before else launch
 
 
 def parameters(plan: Plan) -> list:
@@ -80,7 +111,7 @@ def parameters(plan: Plan) -> list:
         toolchain.Scalar("int32", heads),
         toolchain.Scalar("int32", problem.group),
         toolchain.Scalar("int32", _section(problem, heads)),
-        *config.options.arguments(problem, layouts, config.compute, config.unit),
+        *config.options.arguments(problem, layouts, config.compute, config.unit, lists_of(problem, config)),
     ]
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import numba
 from numba import cuda, int32
 
+from numbaflash.kernels.blocks.layout import LIST_START
 from numbaflash.kernels.schedule import tile_order
 from numbaflash.problem import PACKED
 from numbaflash.ptx import cp_async
@@ -43,7 +44,8 @@ def build(config: Config) -> KernelSource:
     commit, wait = cp_async.commit, cp_async.wait
 
     options_of = config.options
-    with_options, changed, masked = bool(options_of), options_of.changes, options_of.mask
+    with_options, changed, masked = bool(options_of), options_of.changes, options_of.masked
+    list_of, list_word = (scores.list_of(config), scores.list_word(config)) if masked else (None, None)
     dropped, with_sinks, finished = options_of.dropout, options_of.sinks, options_of.dropout or options_of.bias is not None
     with_lengths, padded_q, per_entry = options_of.lengths, options_of.seqlens_q is not None, options_of.per_entry
     lengths, begin_softmax, finish = scores.lengths(config), scores.begin(config, config.rows), scores.finish(config, t.output)
@@ -112,6 +114,12 @@ def build(config: Config) -> KernelSource:
         if padded_q and first_q >= seqlen_q:
             end = int32(0)
         first_block, stop_block = int32(begin // kv_tile), int32((end + kv_tile - 1) // kv_tile)
+        block = first_block
+        if masked:  # what is left of the range are the entries of a list
+            own_list = list_of(q_block, batch, head, options)
+            first_block, stop_block = int32(0), list_word(own_list, 0, options)
+            entry = list_word(own_list, LIST_START, options)
+            block = entry // 2
 
         memory = cuda.shared.array(0, real)
         q_row, k_row, v_row, p_row = warp_row * dim, k_base + lane_n * dim, v_base + lane_n * vector, p_base + warp_row * kv_tile
@@ -121,24 +129,32 @@ def build(config: Config) -> KernelSource:
         if with_sinks:
             m, l = begin_softmax(query, with_sink if is_packed else seqlen_q, head, lane_n, options)
         if first_block < stop_block:
-            copy_k(memory, k_base, k, batch, first_block * kv_tile, kv_head, thread // kv_width, thread % kv_width)
+            copy_k(memory, k_base, k, batch, block * kv_tile, kv_head, thread // kv_width, thread % kv_width)
             if asynchronous:
                 commit()
             copy_q(memory, 0, q, batch, first_q, head, scale, thread // q_width, thread % q_width)
 
-        for block in range(first_block, stop_block):
+        for turn in range(first_block, stop_block):
+            block, following = turn, turn + 1
+            if masked:
+                partial = entry % 2 or (padded_q and first_q + q_tile > seqlen_q)
+                block = entry // 2
+                entry = list_word(own_list, LIST_START + 1 + turn, options)
+                following = entry // 2
             first_k = int32(block * kv_tile)
             if asynchronous:
                 wait()
             cuda.syncthreads()  # k is here; nobody reads v any more
             if masked:
-                seen = see(query, first_k + lane_n, seqlen_q, seqlen_k, band_first, band_last, batch, head, options)
-                if not cuda.syncthreads_or(any_seen(seen)):
-                    if block + 1 < stop_block:
-                        copy_k(memory, k_base, k, batch, first_k + kv_tile, kv_head, thread // kv_width, thread % kv_width)
-                        if asynchronous:
-                            commit()
-                    continue
+                seen = everything()
+                if partial:  # which a granule may be where this tile is not
+                    seen = see(query, first_k + lane_n, seqlen_q, seqlen_k, band_first, band_last, batch, head, options)
+                    if not cuda.syncthreads_or(any_seen(seen)):
+                        if turn + 1 < stop_block:
+                            copy_k(memory, k_base, k, batch, following * kv_tile, kv_head, thread // kv_width, thread % kv_width)
+                            if asynchronous:
+                                commit()
+                        continue
             copy_v(memory, v_base, v, batch, first_k, kv_head, thread // kv_width, thread % kv_width)
             if asynchronous:
                 commit()
@@ -159,7 +175,7 @@ def build(config: Config) -> KernelSource:
                 if padded_q:
                     border |= first_q + q_tile > seqlen_q
                 if masked:
-                    border = True
+                    border = partial
                 else:
                     seen = everything()
                     if border:
@@ -181,8 +197,8 @@ def build(config: Config) -> KernelSource:
             if asynchronous:
                 wait()
             cuda.syncthreads()  # v and p are here; nobody reads k any more
-            if block + 1 < stop_block:
-                copy_k(memory, k_base, k, batch, first_k + kv_tile, kv_head, thread // kv_width, thread % kv_width)
+            if turn + 1 < stop_block:
+                copy_k(memory, k_base, k, batch, following * kv_tile, kv_head, thread // kv_width, thread % kv_width)
                 if asynchronous:
                     commit()
 

@@ -12,7 +12,10 @@ from numbaflash import toolchain
 from numbaflash.dispatch import BackwardLayouts, Layouts
 from numbaflash.problem import PACKED, PACKED_FEATURE, Problem
 
-FEATURES = frozenset({"softcap", "mask", "bias", "alibi_slopes", "sinks", "dropout", "seqlens_q", "seqlens_k", PACKED_FEATURE})
+from ..blocks.launch import Lists
+from ..blocks.layout import bits_at, granules
+
+FEATURES = frozenset({"softcap", "mask", "block_mask", "bias", "alibi_slopes", "sinks", "dropout", "seqlens_q", "seqlens_k", PACKED_FEATURE})
 """What the kernels can do; of `numbaflash.problem.Problem.features`."""
 
 
@@ -22,7 +25,10 @@ class Options:
 
     Attributes
     ----------
-    softcap, mask, alibi, sinks, dropout : bool
+    softcap, mask, block_mask, alibi, sinks, dropout : bool
+        A ``block_mask`` is a mask that is a `numbaflash.BlockMask`.
+    ranked : bool
+        Blocks take turns by the ranks of `numbaflash.kernels.blocks.lists`.
     bias : str or None
         Its dtype.
     seqlens_q, seqlens_k : str or None
@@ -35,6 +41,8 @@ class Options:
 
     softcap: bool = False
     mask: bool = False
+    block_mask: bool = False
+    ranked: bool = False
     bias: str | None = None
     alibi: bool = False
     sinks: bool = False
@@ -50,6 +58,7 @@ class Options:
         return cls(
             softcap=problem.softcap is not None,
             mask=problem.mask is not None,
+            block_mask=problem.block_mask is not None,
             bias=problem.bias_dtype,
             alibi=problem.alibi is not None,
             sinks=problem.sinks,
@@ -84,9 +93,14 @@ class Options:
         return self.softcap or self.alibi or self.bias is not None
 
     @property
+    def masked(self) -> bool:
+        """There is a mask, so that tiles step through lists of blocks (`numbaflash.kernels.blocks.lists`)."""
+        return self.mask or self.block_mask
+
+    @property
     def hides(self) -> bool:
         """Pairs may be hidden that the band holds."""
-        return self.mask or self.lengths
+        return self.masked or self.lengths
 
     @property
     def of_products(self) -> Options:
@@ -96,7 +110,8 @@ class Options:
     @property
     def of_rows(self) -> Options:
         """What remains where no scores are computed."""
-        return replace(self, softcap=False, mask=False, bias=None, alibi=False, dropout=False, per_entry=False)
+        nothing = dict.fromkeys(("softcap", "mask", "block_mask", "ranked", "alibi", "dropout", "per_entry"), False)
+        return replace(self, bias=None, **nothing)
 
     def parameters(self, compute: str) -> tuple[tuple[str, str, int], ...]:
         """(name, dtype, axes) of what the options add to the parameters of a kernel, in their order; scalars have no axes.
@@ -108,6 +123,12 @@ class Options:
             found += [("cap", compute, 0), ("inverse_cap", compute, 0)]
         if self.mask:
             found.append(("mask", "uint8", 4))
+        if self.block_mask:
+            found += [("block_mask", "int32", 3), ("block_columns", "int32", 0), ("block_bits", "int32", 0)]
+        if self.masked:
+            found += [("lists", "int32", 2), ("lists_batch", "int32", 0), ("lists_head", "int32", 0)]
+        if self.ranked:
+            found.append(("ranks", "int32", 2))
         if self.bias:
             found.append(("bias", as_bits(self.bias), 4))
         if self.alibi:
@@ -123,7 +144,7 @@ class Options:
             found += [(name, getattr(self, name), 1) for name in PACKED]
         return tuple(found)
 
-    def arguments(self, problem: Problem, layouts: Layouts | BackwardLayouts, compute: str, unit: float) -> list:
+    def arguments(self, problem: Problem, layouts: Layouts | BackwardLayouts, compute: str, unit: float, lists: Lists | None = None) -> list:
         """The same as the toolchain takes them; ``unit`` is that of the scores, see `config.Elements.unit`."""
         values = {"offset": problem.offset}
         if self.softcap:
@@ -132,9 +153,17 @@ class Options:
             from ..dropout import keep_limit
 
             values |= {"keep_limit": keep_limit(problem.dropout), "keep_factor": 1.0 / (1.0 - problem.dropout)}
+        if self.masked:
+            values |= {"lists_batch": lists.steps[0], "lists_head": lists.steps[1]}
+        if self.block_mask:
+            values |= {"block_columns": granules(problem.seqlen_k), "block_bits": bits_at(problem.seqlen_q, problem.seqlen_k)}
         found = []
         for name, dtype, axes in self.parameters(compute):
-            if name == "seed":
+            if name in ("lists", "ranks"):
+                found.append(getattr(lists, f"array_of_{name}"))
+            elif name == "block_mask":
+                found.append(toolchain.Array(name, dtype, (problem.batch, problem.heads, problem.block_mask[2]), layouts.block_mask.strides))
+            elif name == "seed":
                 found.append(toolchain.Pointer("seed"))  # the number itself, in the place of an address
             elif axes:
                 full = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)[:axes] if axes > 1 else problem.shape_of(name)

@@ -17,8 +17,10 @@ import math
 
 from numba.cuda import types
 
+from numbaflash.problem import GRANULE
 from numbaflash.ptx.straight import straight_line
 
+from ..blocks.layout import BITS, FULL, PARTIAL
 from ..dropout import block
 from .config import Elements
 from .options import as_bits
@@ -101,8 +103,9 @@ def see(config: Elements, share):
 
     def body(ops, query, key, length_q, length_k, band_first, band_last, batch, head, options):
         named, words = _named(config, options), [ops.integer(0)] * len(kind)
-        if config.options.mask:
+        if config.options.masked:
             batch, head, query = (ops.opaque(x) for x in (batch, head, query))
+        has = _bits(ops, config, named, query, key, queries=length_q, batch=batch, head=head) if config.options.block_mask else None
         queries, keys = length_q - query, length_k - key
         first, last = query + band_first - key, query + band_last - key
         row = ops.place(named["mask"], (batch, head, query, key)) if config.options.mask else None
@@ -118,11 +121,70 @@ def see(config: Elements, share):
                 if config.options.mask:
                     seen = ops.load_byte(place, seen) != 0
                     place = ops.moved(place, 3, config.lanes_n)
+                if config.options.block_mask:
+                    seen &= has(i, j)
                 words[at // 32] = words[at // 32] | (ops.truth(seen) << at % 32)
             row = ops.moved(row, 2, config.lanes_m) if config.options.mask else None
         return words
 
     return straight_line(kind, (I32,) * 8 + (option_types(config),), body)
+
+
+def _bits(ops, config, named, query, key, queries, batch, head):
+    """Straight-line ``f(i, j)``: whether a block mask shows a thread's pair. Its keys, a multiple of their span from the first one on, are read once
+    for each of its queries."""
+    rows, array = {}, named["block_mask"]
+
+    def row(i, group):
+        at, granule = query + i * config.lanes_m, key // GRANULE + group
+        there = (queries > at) & (granule < named["block_columns"])
+        (word,) = ops.load_row(ops.place(array, (batch, head, at // GRANULE * named["block_columns"] + granule)), 1, there)
+        first = named["block_bits"] + (word - PARTIAL) * BITS + at % GRANULE * 2
+        found = []
+        for half in (0, 1):
+            (bits,) = ops.load_row(ops.place(array, (batch, head, first + half)), 1, word >= PARTIAL)
+            found.append(ops.select(word == FULL, ops.integer(-1), bits))
+        return found
+
+    def has(i, j):
+        group = j * config.lanes_n // GRANULE
+        if (i, group) not in rows:
+            rows[i, group] = row(i, group)
+        bit = (key + j * config.lanes_n) % GRANULE
+        low, high = rows[i, group]
+        return ((ops.select(bit >= 32, high, low) >> (bit % 32)) & 1) != 0
+
+    return has
+
+
+# ---- the list of a tile
+
+
+def list_of(config: Elements):
+    """``f(tile, batch, head, options) -> number`` of the list of a tile of a batch entry and a head, or heads that share it."""
+
+    def body(ops, tile, batch, head, options):
+        named = _named(config, options)
+        return batch * named["lists_batch"] + head * named["lists_head"] + tile
+
+    return straight_line(I32, (I32, I32, I32, option_types(config)), body)
+
+
+def list_word(config: Elements):
+    """``f(number, place, options)``: a word of a list: its count, or an entry; see `numbaflash.kernels.blocks.lists`."""
+    return _word_of(config, "lists")
+
+
+def rank_of(config: Elements):
+    """``f(number, block, options)``: the turn of the tile of a list at a block."""
+    return _word_of(config, "ranks")
+
+
+def _word_of(config, name):
+    def body(ops, row, column, options):
+        return ops.load_row(ops.place(_named(config, options)[name], (row, column)), 1, row >= 0)[0]
+
+    return straight_line(I32, (I32, I32, option_types(config)), body)
 
 
 def any_seen(share):

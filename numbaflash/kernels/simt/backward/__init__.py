@@ -17,6 +17,7 @@ from numbaflash.kernels import simt
 from numbaflash.problem import DIFFERENTIABLE_OPTIONS, ITEMSIZE, Problem
 from numbaflash.toolchain import simulator
 
+from ...blocks.launch import Lists
 from .. import grid
 from ..options import FEATURES, as_bits, product_factor
 from .config import Config, choose_config
@@ -80,6 +81,10 @@ class _Workspace:
         self.delta = self._array(config.compute, (heads, problem.total_q if problem.packed else problem.seqlen_q), config.with_delta)
         self.sums = self._array(config.compute, (self.tiles, config.sums * config.threads), config.with_dq)
         self.turns = self._array("int32", (1 + self.tiles,), config.ordered)
+        self.lists = None
+        if problem.masked:
+            self.lists = Lists(problem, problem, config.q_tile, config.kv_tile, problem.group, of_keys=True, ranked=config.ordered, offset=self.size)
+            self.size = self.lists.end
 
     def _array(self, dtype, shape, wanted):
         if not wanted:
@@ -116,7 +121,7 @@ def launches(plan: Plan) -> list[tuple[toolchain.KernelRequest, list, int, int]]
     factor, kernels = real(product_factor(problem, config.compute, config.options)), []
     first_and_last = [int32(key) for key in simt.band(problem)]
     kv_tiles = grid.kv_tiles(problem, config.kv_tile)
-    options = config.of_products.options.arguments(problem, layouts, config.compute, config.unit)
+    options = config.of_products.options.arguments(problem, layouts, config.compute, config.unit, workspace.lists)
     packing = config.of_rows.options.arguments(problem, layouts, config.compute, config.unit)
     if config.with_delta:
         arrays = *map(array, ("dout", "out", "lse", "dlse")), workspace.delta, workspace.sums, workspace.turns
@@ -164,25 +169,16 @@ def _section(problem: Problem, config: Config) -> int:
     return min(problem.batch * problem.kv_heads, max(1, _L2_BYTES // max(1, problem.group * problem.seqlen_q * row_bytes)))
 
 
-class _Launches:
-    """Launches one after the other."""
-
-    def __init__(self, launches):
-        self._launches = tuple(launches)
-
-    def __call__(self, addresses: tuple[int, ...], stream: int) -> None:
-        for launch in self._launches:
-            launch(addresses, stream)
-
-
 def prepare(plan: Plan) -> Launch:
     """Build (or fetch) and load the kernels of a plan."""
     make = simulator.prepare if plan.device.kind == "cpu" else toolchain.prepare
     names = operands(plan.problem, "backward")
-    return _Launches(
+    lists = _Workspace(plan.problem, plan.config).lists if plan.grid[0] and plan.config.with_products else None
+    main = [
         make(wanted, parameters, grid=(blocks,), threads=plan.threads, shared_bytes=shared_bytes, device=plan.device, operands=names)
         for wanted, parameters, blocks, shared_bytes in launches(plan)
-    )
+    ]
+    return simt.Launches([*simt.prepare_lists(lists, plan, make), *main])
 
 
 def resources(plan: Plan) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def build(config: Config) -> KernelSource:
     )
     asynchronous, bounded_left, bounded_right = config.asynchronous, config.bounded_left, config.bounded_right
     with_queries, with_keys = config.dbias_axes
-    masked, with_lengths, per_entry = config.options.mask, config.options.lengths, config.options.per_entry
+    masked, with_lengths, per_entry = config.options.masked, config.options.lengths, config.options.per_entry
     rows, columns = q_tile if with_queries else 1, kv_tile if with_keys else 1
 
     def bias_gradient(dout, q, k, v, lse, dbias, delta, factor, band_first, band_last, q_tiles, kv_tiles, group, *options):

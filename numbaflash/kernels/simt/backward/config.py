@@ -281,6 +281,8 @@ def config_of_tile(tile: Tile, problem: Problem, layouts: BackwardLayouts, devic
     dim, dim_v = padded_dims(tile, compute, problem.head_dim, problem.head_dim_v, warp_size)
     itemsize, vector = ITEMSIZE[problem.dtype], 16 // ITEMSIZE[compute]
     results = [layout for layout in (layouts.dq, layouts.dk, layouts.dv) if layout is not None]
+    ordered = deterministic and layouts.dq is not None and (problem.total_k if problem.packed else problem.seqlen_k) > tile.kv_tile
+    options = Options.of(problem)
     return Config(
         dtype=problem.dtype,
         dim=dim,
@@ -303,9 +305,9 @@ def config_of_tile(tile: Tile, problem: Problem, layouts: BackwardLayouts, devic
         with_dq=layouts.dq is not None,
         with_dk=layouts.dk is not None,
         with_dv=layouts.dv is not None,
-        ordered=deterministic and layouts.dq is not None and (problem.total_k if problem.packed else problem.seqlen_k) > tile.kv_tile,
+        ordered=ordered,
         with_dbias=layouts.dbias is not None,
         with_dsinks=layouts.dsinks is not None,
         dbias_axes=(True, True) if layouts.dbias is None else tuple(n > 1 for n in layouts.dbias.shape[2:]),
-        options=Options.of(problem),
+        options=replace(options, ranked=ordered and options.masked),
     )

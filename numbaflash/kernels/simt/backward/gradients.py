@@ -20,6 +20,7 @@ from __future__ import annotations
 import numba
 from numba import cuda, int32
 
+from numbaflash.kernels.blocks.layout import LIST_START
 from numbaflash.kernels.schedule import tile_order
 from numbaflash.problem import PACKED
 from numbaflash.ptx import cp_async
@@ -60,9 +61,11 @@ def build(config: Config) -> KernelSource:
     step_up, step_down, turn_of = walk.step_up(config), walk.step_down(config), walk.turn(config)
 
     options_of, share = config.options, config.scores
-    with_options, masked, with_lengths, per_entry = bool(options_of), options_of.mask, options_of.lengths, options_of.per_entry
+    with_options, masked, with_lengths, per_entry = bool(options_of), options_of.masked, options_of.lengths, options_of.per_entry
+    list_of, list_word = (scores.list_of(config), scores.list_word(config)) if masked else (None, None)
+    rank_of = scores.rank_of(config) if options_of.ranked else None
     # A query whose scores are all -inf has no gradients, whatever dout holds there, and a bias may do that anywhere.
-    scattered = masked or options_of.bias is not None
+    scattered = options_of.bias is not None
     lengths, see, everything, any_seen = scores.lengths(config), scores.see(config, share), scores.everything(share), scores.any_seen(share)
     weigh, mark, only_alive = scores.weigh(config, share, config.with_ds), scores.mark(config, share), tiles.only_alive(config)
     zero_row = shared_tiles.zeros(t.row, config)
@@ -168,6 +171,13 @@ def build(config: Config) -> KernelSource:
         if walks_down:
             q_block = int32(stop_block - 1)
         stop_head = int32(head + group if begin < end else head)
+        if masked:  # of a list, blocks are counted by its entries
+            own_list = list_of(kv_block, batch, kv_head, options)
+            first_block, stop_block = int32(0), list_word(own_list, 0, options)
+            stop_head = int32(head + group if stop_block > 0 else head)
+            turn = first_block
+            entry = list_word(own_list, LIST_START, options)
+            q_block = entry // 2
 
         dk, dv = zero_dk(), zero_dv()
         plain_k = int32(1)
@@ -208,8 +218,11 @@ def build(config: Config) -> KernelSource:
                 last_number = q_number
             work = int32(1)
             if masked:
-                seen = see(first_q + s_query, first_k + s_key, seqlen_q, seqlen_k, band_first, band_last, batch, head, options)
-                work = int32(cuda.syncthreads_or(any_seen(seen)))
+                partial = entry % 2 or first_q + q_tile > seqlen_q
+                seen = everything()
+                if partial:  # which a granule may be where this tile is not
+                    seen = see(first_q + s_query, first_k + s_key, seqlen_q, seqlen_k, band_first, band_last, batch, head, options)
+                    work = int32(cuda.syncthreads_or(any_seen(seen)))
             if work:
                 p = zero_scores()
                 c = int32(0)
@@ -232,6 +245,8 @@ def build(config: Config) -> KernelSource:
                     border |= first_k < first_q + q_tile - 1 + band_first
                 if bounded_right:
                     border |= first_k + kv_tile - 1 > first_q + band_last
+                if masked:
+                    border = partial
                 if scattered:
                     border = True
                 first, last = int32(first_q + band_first - first_k), int32(first_q + band_last - first_k)  # of the tile's first query
@@ -315,6 +330,8 @@ def build(config: Config) -> KernelSource:
 
             if ordered and thread == 0:
                 before = turn_of(kv_block, first_q, band_first)
+                if masked:
+                    before = rank_of(own_list, q_block, options)
                 while cuda.atomic.add(turns, 1 + q_number, 0) < before:
                     continue
                 cuda.threadfence()
@@ -323,6 +340,10 @@ def build(config: Config) -> KernelSource:
             if walks_down:
                 heads_before = 0 if is_packed else batch * heads
                 head, q_block = step_down(q_number, first_q, q_tiles, heads_before, stop_head, group, first_k, band_last)
+            elif masked:
+                head, turn = step_up(head, turn, first_block, stop_block)
+                entry = list_word(own_list, LIST_START + turn, options)
+                q_block = entry // 2
             else:
                 head, q_block = step_up(head, q_block, first_block, stop_block)
             if head < stop_head:

@@ -148,7 +148,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
         return Consumer(
             w, thread, lane, limits, row_operand(s_k, only()), row_operand(s_v, only()), q_half, dout_half,
             s_ds, first_query, k_part_operand(k_part, only()), q_part, dout_part, columns, scale_log2,
-            first_head(kv_head, group), group, seat, options, (n, batch, seqlen_k, bounds),
+            first_head(kv_head, group), group, seat, options, (n, batch, seqlen_k, bounds) if masked_keys else limits,
         )  # fmt: skip
 
     @inline

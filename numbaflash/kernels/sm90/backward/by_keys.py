@@ -135,7 +135,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
             seat = take_seat(key, column, batch, seqlen_k, bounds, options)
         return Consumer(
             w, thread, lane, limits, row_operand(own_k, only()), row_operand(own_v, only()), own_ds, s_ds, s_k, s_dq, columns, scale_log2,
-            first_head(kv_head, group), group, seat, options, (n, batch, seqlen_k, bounds),
+            first_head(kv_head, group), group, seat, options, (n, batch, seqlen_k, bounds) if masked_keys else limits,
         )  # fmt: skip
 
     @inline

@@ -136,47 +136,28 @@ def build(config: BackwardConfig) -> KernelSource:
             return tiles
         return tile_of_turn(turn, block, blocks)
 
-    # How a tile steps through blocks of queries, each for all heads of the group: a walk is (block, member of the group); through a list,
-    # (entry, the one after it, number of that, member).
+    # How a tile steps through blocks of queries, each for all heads of the group. Through a list, m is not a block but its entry, and (the entry
+    # after it, number of that) is read ahead.
     @inline
-    def begin(n, batch, kv_head, group, onward, bounds, options):
+    def find_walk(n, batch, kv_head, group, onward, bounds, options):
+        """(where it begins, first plain step, first masked one after that, end)."""
         if listed:
-            number = walk_of_list(n, batch, kv_head, onward, options)
-            after = plus(number, onward)
-            return (entry_of(number, options), entry_of(after, options), after, zero()), zero(), zero(), zero()
-        m, plain, border, steps = walk_of_tile(n, group, onward, bounds)
-        return (m, zero()), plain, border, steps
+            return walk_of_list(n, batch, kv_head, onward, options), zero(), zero(), zero()
+        return walk_of_tile(n, group, onward, bounds)
 
     @inline
-    def block_in(walk):
-        return block_of(walk[0]) if listed else walk[0]
+    def begin(number, onward, options):
+        after = plus(number, onward)
+        return entry_of(number, options), (entry_of(after, options), after)
 
     @inline
-    def member_in(walk):
-        return walk[-1]
+    def go_on(entry, member, ahead, group, onward, options):
+        entry, number, member = next_of_list(entry, ahead[0], ahead[1], member, group, onward)
+        return entry, member, (entry_of(number, options), number)
 
     @inline
-    def go_on(walk, group, onward, options):
-        if listed:
-            entry, upcoming, number, member = walk
-            entry, number, member = next_of_list(entry, upcoming, number, member, group, onward)
-            return entry, entry_of(number, options), number, member
-        m, member = walk
-        return next_of_walk(m, member, group, onward)
-
-    @inline
-    def goes_on(walk, step, steps):
-        """Whether a walk has not come to its end."""
-        if listed:
-            return walk[0] >= 0
-        return step < steps
-
-    @inline
-    def is_plain(walk, step, plain, border):
-        """Whether all pairs of a step are seen."""
-        if listed:
-            return is_partial(warp.shuffle_index(walk[0], 0)) == 0
-        return step >= plain and step < border
+    def block_in(m):
+        return block_of(m) if listed else m
 
     @inline
     def turn_of(n, m, batch, kv_head, bounds, kv_tiles, q_blocks, options):
@@ -237,15 +218,18 @@ def build(config: BackwardConfig) -> KernelSource:
                         batch, kv_head, _ = heads_of(column, kv_heads, 1)
                         _, n, first_q, first_k, _, base, bounds = locate(n, batch, order_word, whole, options)
                         onward = walk_step(turn)
-                        walk, _, _, steps = begin(n, batch, kv_head, group, onward, bounds, options)
+                        m, _, _, steps = find_walk(n, batch, kv_head, group, onward, bounds, options)
                         key = key_of(n, first_key, first_k)
                         pipeline.wait(k_empty, kv_place)
                         load_k(s_k, only(), k_map, k_full, key, kv_head, batch)
                         step = zero()
-                        while goes_on(walk, step, steps):
-                            head = head_of(kv_head, group, member_in(walk))
-                            shifts_at, deltas_at = rows_at(shifts, deltas, block_number(batch, head, heads, q_blocks, block_in(walk), base))
-                            row = row_of(block_in(walk), first_query, first_q)
+                        member = zero()
+                        if listed:
+                            m, ahead = begin(m, onward, options)
+                        while m >= 0 if listed else step < steps:
+                            head = head_of(kv_head, group, member)
+                            shifts_at, deltas_at = rows_at(shifts, deltas, block_number(batch, head, heads, q_blocks, block_in(m), base))
+                            row = row_of(block_in(m), first_query, first_q)
                             pipeline.wait(q_empty, place)
                             load_row(s_shifts, place, shifts_at, q_full)
                             load_q(s_q, place, q_map, q_full, row, head, batch)
@@ -257,9 +241,12 @@ def build(config: BackwardConfig) -> KernelSource:
                                 load_row(s_deltas, place, deltas_at, dout_full)
                             load_dout(s_dout, place, dout_map, dout_full, row, head, batch)
                             place = advance(place)
-                            walk = go_on(walk, group, onward, options)
+                            if listed:
+                                m, member, ahead = go_on(m, member, ahead, group, onward, options)
+                            else:
+                                m, member = next_of_walk(m, member, group, onward)
                             step = following(step)
-                        if step == 0 or not with_ds:
+                        if (step == 0 if listed else steps == 0) or not with_ds:
                             pipeline.wait(v_empty, kv_place)
                         kv_place = kv_advance(kv_place)
                         turn = following(turn)
@@ -274,14 +261,17 @@ def build(config: BackwardConfig) -> KernelSource:
                     batch, kv_head, _ = heads_of(column, kv_heads, 1)
                     _, n, first_q, first_k, _, base, bounds = locate(n, batch, order_word, whole, options)
                     onward = walk_step(turn)
-                    walk, _, _, steps = begin(n, batch, kv_head, group, onward, bounds, options)
+                    m, _, _, steps = find_walk(n, batch, kv_head, group, onward, bounds, options)
                     step = zero()
-                    while goes_on(walk, step, steps):
-                        number = block_number(batch, head_of(kv_head, group, member_in(walk)), heads, q_blocks, block_in(walk), base)
+                    member = zero()
+                    if listed:
+                        m, ahead = begin(m, onward, options)
+                    while m >= 0 if listed else step < steps:
+                        number = block_number(batch, head_of(kv_head, group, member), heads, q_blocks, block_in(m), base)
                         target, counter = part_at(sums, turns, part, number)
                         if deterministic:
                             if warp.elect() != 0:
-                                bulk.wait_turn(counter, turn_of(n, block_in(walk), batch, kv_head, bounds, kv_tiles, q_blocks, options))
+                                bulk.wait_turn(counter, turn_of(n, block_in(m), batch, kv_head, bounds, kv_tiles, q_blocks, options))
                             cuda.syncwarp()
                         warp.barrier_sync(ready, 160)
                         if warp.elect() != 0:
@@ -292,7 +282,10 @@ def build(config: BackwardConfig) -> KernelSource:
                         if deterministic and warp.elect() != 0:
                             bulk.wait_done()
                             bulk.end_turn(counter)
-                        walk = go_on(walk, group, onward, options)
+                        if listed:
+                            m, member, ahead = go_on(m, member, ahead, group, onward, options)
+                        else:
+                            m, member = next_of_walk(m, member, group, onward)
                         step = following(step)
                     turn = following(turn)
                     tile = next_tile(turn, block, blocks, tiles)
@@ -306,19 +299,25 @@ def build(config: BackwardConfig) -> KernelSource:
                     batch, kv_head, _ = heads_of(column, kv_heads, 1)
                     _, n, first_q, first_k, _, base, bounds = locate(n, batch, order_word, whole, options)
                     onward = walk_step(turn)
-                    walk, _, _, steps = begin(n, batch, kv_head, group, onward, bounds, options)
+                    m, _, _, steps = find_walk(n, batch, kv_head, group, onward, bounds, options)
                     step = zero()
-                    while goes_on(walk, step, steps):
-                        _, counter = part_at(sums, turns, part, block_number(batch, head_of(kv_head, group, member_in(walk)), heads, q_blocks, block_in(walk), base))
+                    member = zero()
+                    if listed:
+                        m, ahead = begin(m, onward, options)
+                    while m >= 0 if listed else step < steps:
+                        _, counter = part_at(sums, turns, part, block_number(batch, head_of(kv_head, group, member), heads, q_blocks, block_in(m), base))
                         if warp.elect() != 0:
-                            bulk.wait_turn(counter, turn_of(n, block_in(walk), batch, kv_head, bounds, kv_tiles, q_blocks, options))
+                            bulk.wait_turn(counter, turn_of(n, block_in(m), batch, kv_head, bounds, kv_tiles, q_blocks, options))
                         cuda.syncwarp()
                         warp.barrier_sync(may_add, 160)
                         warp.barrier_sync(added, 160)
                         if warp.elect() != 0:
                             bulk.end_turn(counter)
                         cuda.syncwarp()
-                        walk = go_on(walk, group, onward, options)
+                        if listed:
+                            m, member, ahead = go_on(m, member, ahead, group, onward, options)
+                        else:
+                            m, member = next_of_walk(m, member, group, onward)
                         step = following(step)
                     turn = following(turn)
                     tile = next_tile(turn, block, blocks, tiles)
@@ -333,7 +332,7 @@ def build(config: BackwardConfig) -> KernelSource:
                 batch, kv_head, _ = heads_of(column, kv_heads, 1)
                 entry, n, first_q, first_k, stored, base, bounds = locate(n, batch, order_word, whole, options)
                 onward = walk_step(turn)
-                walk, plain, border, steps = begin(n, batch, kv_head, group, onward, bounds, options)
+                m, plain, border, steps = find_walk(n, batch, kv_head, group, onward, bounds, options)
                 my = prepare(tid, warpgroup, n, entry, kv_head, group, seqlen_k, bounds, s_k, s_v, s_q, s_dout, s_ds, s_dq, scale_log2, options)
                 dk = zero_dk()
                 dv = zero_dv()
@@ -345,19 +344,28 @@ def build(config: BackwardConfig) -> KernelSource:
                 if cleans_keys:
                     clean_keys(s_k, n, my.w, my.thread, my.lane, entry, kv_head, group, bounds, options)
                 step = zero()
-                if goes_on(walk, step, steps):
-                    number = block_number(batch, head_of(kv_head, group, member_in(walk)), heads, q_blocks, block_in(walk), base)
-                    carried, dk, dv, place = enter(dk, dv, place, block_in(walk), member_in(walk), number, ring, sums, my)
+                member = zero()
+                if listed:
+                    m, ahead = begin(m, onward, options)
+                if m >= 0 if listed else step < steps:
+                    number = block_number(batch, head_of(kv_head, group, member), heads, q_blocks, block_in(m), base)
+                    carried, dk, dv, place = enter(dk, dv, place, block_in(m), member, number, ring, sums, my)
                     if enters_with_a_step:
-                        walk = go_on(walk, group, onward, options)
-                        step = following(step)
-                    while goes_on(walk, step, steps):
-                        number = block_number(batch, head_of(kv_head, group, member_in(walk)), heads, q_blocks, block_in(walk), base)
-                        if is_plain(walk, step, plain, border):
-                            carried, dk, dv, place = plain_step(carried, dk, dv, place, block_in(walk), member_in(walk), number, ring, sums, my)
+                        if listed:
+                            m, member, ahead = go_on(m, member, ahead, group, onward, options)
                         else:
-                            carried, dk, dv, place = masked_step(carried, dk, dv, place, block_in(walk), member_in(walk), number, ring, sums, my)
-                        walk = go_on(walk, group, onward, options)
+                            m, member = next_of_walk(m, member, group, onward)
+                        step = following(step)
+                    while m >= 0 if listed else step < steps:
+                        number = block_number(batch, head_of(kv_head, group, member), heads, q_blocks, block_in(m), base)
+                        if is_partial(warp.shuffle_index(m, 0)) == 0 if listed else step >= plain and step < border:
+                            carried, dk, dv, place = plain_step(carried, dk, dv, place, block_in(m), member, number, ring, sums, my)
+                        else:
+                            carried, dk, dv, place = masked_step(carried, dk, dv, place, block_in(m), member, number, ring, sums, my)
+                        if listed:
+                            m, member, ahead = go_on(m, member, ahead, group, onward, options)
+                        else:
+                            m, member = next_of_walk(m, member, group, onward)
                         step = following(step)
                     dk, dv, place = finish(carried, dk, dv, place, ring, my)
                 leave(dk, dv, n, bounds, kv_head, batch, dk_map, dv_map, s_k, s_v, k_empty, v_empty, scale_of_dk, first_k, stored, my)
