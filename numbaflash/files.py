@@ -20,9 +20,13 @@ from pathlib import Path
 
 import numpy as np
 
-from .problem import DTYPES, LENGTH_DTYPES, OPTIONS
+from .problem import DTYPES, LENGTH_DTYPES
+from .problem import OPTIONS as EVERY_OPTION
 
 OPERANDS = ("q", "k", "v")
+OPTIONS = tuple(name for name in EVERY_OPTION if name != "block_mask")
+"""Those that files hold."""
+
 _OPTION_DTYPES = {
     "mask": ("bool",),
     "bias": DTYPES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from ..problem import OPTIONS
+from ..files import OPTIONS
 from . import options
 from .errors import CommandError, reported
 

@@ -441,6 +441,10 @@ class _Scores:
         for name, x in options.items():
             x = to_float64(x)
             x = (x.cpu().numpy() if _is_torch(x) else x) if xp is np else xp.as_tensor(x, **self.where)
+            if name == "block_mask":  # the array of bool that it stands for
+                own = (1,) * (4 - len(x.shape)) + tuple(x.shape)
+                self.given["mask"] = xp.broadcast_to(x.reshape(own), (*own[:2], problem.seqlen_q, problem.seqlen_k))
+                continue
             self.given[name] = x.reshape(problem.shape_of(name))
 
     def lse_without_keys(self):
@@ -464,7 +468,7 @@ class _Scores:
             seen = seen & (j >= place - problem.left)
         if problem.right is not None:
             seen = seen & (j <= place + problem.right)
-        if problem.mask:
+        if problem.masked:
             seen = seen & (self._of_heads("mask", b, h, rows) != 0)
         added = {}
         if problem.alibi:

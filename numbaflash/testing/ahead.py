@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..arrays import Facts
 from ..call import plan_backward_call, plan_call
-from ..dispatch import Device, Plan, use_family
+from ..dispatch import Device, Plan, contiguous_strides, use_family
 from ..problem import ITEMSIZE, UnsupportedError
 from .cases import GUARD, Case
 from .libraries import laid_out
@@ -24,6 +24,10 @@ def plan_of(case: Case, device: Device, family: str | None = None, library: str 
         absent = (*absent, "lse")
     for name in case.present:
         if name not in absent:
+            if name == "mask" and case.as_blocks:
+                shape = problem.shape_of("block_mask")
+                facts["block_mask"] = Facts(256, shape, contiguous_strides(shape, 4), "int32", device.kind, device.index)
+                continue
             dtype, shape = problem.dtype_of(name), case.shape_of(name)
             _, first, strides = getattr(case, name).resolve(shape)
             itemsize = ITEMSIZE[dtype]

@@ -14,7 +14,9 @@ from typing import ClassVar
 import numpy as np
 
 from .. import reference
+from ..block_mask import BlockMask
 from ..dispatch import BACKWARD_OPERANDS
+from ..kernels.blocks.layout import words
 from ..problem import DIFFERENTIABLE_OPTIONS, DTYPES, LENGTH_DTYPES, NEEDS, OPTIONS, Problem, check_needs, make_problem
 from .values import (
     BIASES,
@@ -35,6 +37,9 @@ from .values import (
     fill_slopes,
     garbage,
 )
+
+ARRAYS = tuple(name for name in OPTIONS if name != "block_mask")
+"""Options that a caller has as arrays."""
 
 GUARD = 64  # elements before and after every operand, watched for stray writes
 
@@ -152,6 +157,8 @@ class Case:
     bias_dtype : str or None
         None is `dtype`.
     with_sinks : bool
+    as_blocks : bool
+        The mask is handed over as a `numbaflash.BlockMask`.
     mask_values, bias_values : str
         Recipes: one of `MASKS`, one of `BIASES`.
     lengths_q, lengths_k : str or None
@@ -169,7 +176,7 @@ class Case:
     """
 
     direction: ClassVar[str] = "forward"
-    operands: ClassVar[tuple[str, ...]] = ("q", "k", "v", *OPTIONS, "out", "lse")
+    operands: ClassVar[tuple[str, ...]] = ("q", "k", "v", *ARRAYS, "out", "lse")
     """Names of the arrays that have a `Placement`, inputs first."""
 
     dtype: str = "float32"
@@ -201,6 +208,7 @@ class Case:
     alibi_shape: tuple[int, ...] | None = None
     bias_dtype: str | None = None
     with_sinks: bool = False
+    as_blocks: bool = False
     mask_values: str = "random"
     bias_values: str = "normal"
     lengths_q: str | None = None
@@ -243,7 +251,7 @@ class Case:
             (self.batch, self.seqlen_k, self.kv_heads, self.head_dim_v),
             (self.dtype,) * 3,
             **options,
-            **self._option_arrays,
+            **self._arrays_of_problem,
         )
 
     @property
@@ -270,14 +278,24 @@ class Case:
         return {name: each for name, each in found.items() if each}
 
     @property
+    def _arrays_of_problem(self) -> dict:
+        """The same as a problem has them: a `numbaflash.BlockMask` by its words, of which it does not matter how many there are."""
+        found = self._option_arrays
+        if self.as_blocks and "mask" in found:
+            shape, _ = found.pop("mask")
+            own = (1,) * (4 - len(shape)) + tuple(shape)
+            found["block_mask"] = ((*own[:2], words(self.seqlen_q, self.seqlen_k, 1)), "int32")
+        return found
+
+    @property
     def option_arrays(self) -> tuple[str, ...]:
         """The arrays of `OPTIONS` that the case has."""
         return tuple(self._option_arrays)
 
     def shape_of(self, operand: str) -> tuple[int, ...]:
         """Shape of an operand as the caller has it: options and their gradients may have fewer axes than those of the problem."""
-        name = operand if operand in OPTIONS else operand.removeprefix("d")
-        return self._option_arrays[name][0] if name in OPTIONS else self.problem.shape_of(operand)
+        name = operand if operand in ARRAYS else operand.removeprefix("d")
+        return self._option_arrays[name][0] if name in ARRAYS else self.problem.shape_of(operand)
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -287,7 +305,7 @@ class Case:
     @property
     def present(self) -> tuple[str, ...]:
         """Operands that take part."""
-        return tuple(name for name in self.operands if name not in OPTIONS or name in self._option_arrays)
+        return tuple(name for name in self.operands if name not in ARRAYS or name in self._option_arrays)
 
     @property
     def work(self) -> int:
@@ -298,7 +316,7 @@ class Case:
         """The memory of every operand, keyed by its name: inputs filled, results and all surroundings set to `SENTINEL`."""
         problem, memory = self.problem, {}
         for name in self.present:
-            dtype = problem.dtype_of(name)
+            dtype = "bool" if name == "mask" else problem.dtype_of(name)
             memory[name] = Memory.filled(dtype, self.shape_of(name), getattr(self, name), SENTINEL.get(dtype, 0))
         self._fill_options(memory)
         queries, keys = taking_part(problem, **self.given_options(memory))
@@ -311,7 +329,16 @@ class Case:
     def given_options(self, memory) -> dict:
         """The options as `numbaflash.reference.forward` takes them, out of the memory of the case: the arrays decoded, and the seed of dropout."""
         arrays = {name: memory[name].decoded() for name in self.option_arrays}
+        if self.as_blocks and "mask" in arrays:
+            arrays["block_mask"] = arrays.pop("mask")
         return arrays | ({"seed": self.dropout_seed} if self.dropout else {})
+
+    def handed(self, arrays: dict) -> dict:
+        """Options that are arrays as the caller hands them over, of the arrays of a case in any library."""
+        found = {name: arrays[name] for name in self.option_arrays}
+        if self.as_blocks and "mask" in found:
+            found["mask"] = BlockMask.from_mask(found["mask"], seqlen_q=self.seqlen_q, seqlen_k=self.seqlen_k)
+        return found
 
     def _fill_options(self, memory):
         rng = np.random.default_rng((self.seed, 2))
@@ -426,7 +453,7 @@ class BackwardCase(Case):
     """
 
     direction: ClassVar[str] = "backward"
-    operands: ClassVar[tuple[str, ...]] = (*BACKWARD_OPERANDS[:-1], *OPTIONS, *(f"d{name}" for name in DIFFERENTIABLE_OPTIONS))
+    operands: ClassVar[tuple[str, ...]] = (*BACKWARD_OPERANDS[:-1], *ARRAYS, *(f"d{name}" for name in DIFFERENTIABLE_OPTIONS))
 
     dout: Placement = field(default_factory=Placement)
     dlse: Placement = field(default_factory=Placement)

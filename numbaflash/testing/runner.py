@@ -74,7 +74,7 @@ def run_case(
     """
     operands = Operands(case, library, device)
     q, k, v = (operands.arrays[name] for name in "qkv")
-    options = {name: operands.arrays[name] for name in case.option_arrays}
+    options = case.handed(operands.arrays)
     given = {}
     if kernel is None and case.give_out and "out" in operands.arrays:
         given = {name: operands.arrays[name] for name in ("out", "lse")[: 1 + case.return_lse]}
@@ -141,7 +141,7 @@ def run_backward_case(
     operands = Operands(case, library, device)
     arrays = operands.arrays
     inputs = [arrays[name] for name in ("dout", "q", "k", "v", "out", "lse")]
-    options = case.options | {name: arrays[name] for name in case.option_arrays}
+    options = case.options | case.handed(arrays)
     options |= {"dlse": arrays.get("dlse"), "deterministic": case.deterministic, "needs": case.needs}
     given = {}
     if kernel is None and case.give_out:

@@ -161,7 +161,7 @@ def _features(draw, case, names):
     full = (case.batch, case.heads, case.seqlen_q, case.seqlen_k)
     for name in names:
         if name == "mask":
-            fields |= {"mask_shape": _broadcast_shape(draw, full), "mask_values": draw(st.sampled_from(MASKS))}
+            fields |= {"mask_shape": _broadcast_shape(draw, full), "mask_values": draw(st.sampled_from(MASKS)), "as_blocks": draw(st.booleans())}
         elif name == "bias":
             kinds = (None, *(DTYPES if case.dtype == "float64" else DTYPES[:3]))
             fields |= {

@@ -42,7 +42,7 @@ nan
 HIDDEN = ("finite", "nan", "inf")
 """What lies where no visible pair touches: in masked keys and values, in queries that see no key, and around the arrays."""
 
-MASKS = ("random", "rows", "blocks", "all", "none")
+MASKS = ("random", "rows", "blocks", "all", "none", "documents", "sliding")
 """What a mask holds.
 
 random
@@ -53,6 +53,10 @@ blocks
     Blocks of 32 rows and columns are seen or not.
 all, none
     True, or False, throughout.
+documents
+    Rows and columns of one document are seen by each other: whole blocks of 64 x 64 are so, or hidden.
+sliding
+    What is near the diagonal is seen, and the first rows and columns are.
 """
 
 BIASES = ("normal", "big", "lowest", "infinite")
@@ -162,6 +166,16 @@ def fill_mask(recipe: str, rng: np.random.Generator, shape):
         return coarse.repeat(32, -2).repeat(32, -1)[..., :rows, :columns].reshape(shape)
     if recipe == "rows":
         return (rng.random(shape) < 0.2) & (rng.random((*shape[:-1], 1)[: len(shape)]) < 0.7)
+    if recipe in ("documents", "sliding"):
+        rows, columns = (1, 1, *shape)[-2:]
+        i, j = np.arange(rows)[:, None], np.arange(columns)[None, :]
+        if recipe == "sliding":
+            width, first = rng.integers(1, 100, 2)
+            seen = (abs(i - j) <= width) | (j < first) | (i < first)
+        else:
+            ends = np.sort(rng.integers(0, max(rows, columns) + 1, 3))
+            seen = np.searchsorted(ends, i, "right") == np.searchsorted(ends, j, "right")
+        return np.broadcast_to(seen.reshape((1,) * (len(shape) - 2) + seen.shape) if len(shape) > 1 else seen[0, : shape[-1]] if shape else seen[0, 0], shape)
     return rng.random(shape) < {"random": 0.5, "all": 1.0, "none": 0.0}[recipe]
 
 
