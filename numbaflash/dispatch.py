@@ -26,8 +26,11 @@ BACKWARD_OPERANDS = ("dout", "q", "k", "v", "out", "lse", "dlse", "dq", "dk", "d
 OPTION_OPERANDS = (*OPTIONS, *PACKED, "seed")
 """What options and packed sequences add to a forward call. The seed of a dropout mask is a number of 64 bits in the place of an address."""
 
-ALL_OPERANDS = tuple(dict.fromkeys((*OPERANDS, *OPTION_OPERANDS, *BACKWARD_OPERANDS, *(f"d{name}" for name in DIFFERENTIABLE_OPTIONS))))
-"""Every operand that a call may have."""
+MASK_OPERANDS = ("of_queries", "of_keys", "lists", "counters")
+"""Arrays of the launches that make a `numbaflash.BlockMask`, beside the mask and its words."""
+
+ALL_OPERANDS = tuple(dict.fromkeys((*OPERANDS, *OPTION_OPERANDS, *BACKWARD_OPERANDS, *(f"d{name}" for name in DIFFERENTIABLE_OPTIONS), *MASK_OPERANDS)))
+"""Every operand that a launch may have."""
 
 
 def operands(problem: Problem, direction: str = "forward") -> tuple[str, ...]:

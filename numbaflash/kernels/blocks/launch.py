@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from ... import toolchain
 from ...dispatch import Layout
 from ...problem import GRANULE, Problem
-from .layout import granules, words_of_list
+from .layout import bits_at, granules, words_of_list
+from .layout import words as words_of
 
 _BUILD = "numbaflash.kernels.blocks."
 _PAGE = 256  # bytes that parts of the workspace are multiples of
@@ -16,7 +17,7 @@ def _whole(size):
     return -(-size // _PAGE) * _PAGE
 
 
-LIST_THREADS, RANK_THREADS, SUMMARY_THREADS, BUILD_THREADS = 64, 32, 128, 256
+LIST_THREADS, RANK_THREADS, SUMMARY_THREADS = 64, 32, 128
 _SIMULATED_THREADS = 4  # each is a thread of Python
 
 
@@ -211,3 +212,74 @@ class Lists:
             toolchain.Pointer("block_mask", 4 * (self.first_key // GRANULE)),
             *(toolchain.Scalar("int64", step) for step in (of_batch, of_head, row, 4)),
         ]
+
+
+def build(home, like, facts, shape, rule, offset, numbers, given, make=None):
+    """(words, counts) of a `numbaflash.BlockMask` of a rule, made on the GPU of ``like``; the host waits for the device once.
+
+    Parameters
+    ----------
+    home : Library
+    like : array
+        Of which new arrays have the library and the device, as ``facts`` has it.
+    shape : tuple of int
+        (batch or 1, heads or 1, seqlen_q, seqlen_k).
+    rule : Rule
+    offset : int
+    numbers : dict of str to int
+    given : dict
+        Of "of_queries" and "of_keys", or "mask", (array, `Facts`): their axes are (batch, seqlen), of a mask up to 4.
+    make : callable, optional
+        In place of `numbaflash.toolchain.prepare`.
+    """
+    from ...block_mask import Counts
+    from .build import COUNTERS, THREADS, BuildConfig
+
+    batch, heads, seqlen_q, seqlen_k = shape
+    rows, columns = granules(seqlen_q), granules(seqlen_k)
+    masks, config = batch * heads, BuildConfig(rule, "mask" in given)
+    blocks, states_of_mask = masks * rows * columns, bits_at(seqlen_q, seqlen_k)
+    states, counters = (home.allocator(like, (n,), "int32")(None) for n in (masks * states_of_mask, max(1, masks) * COUNTERS))
+    home.clear(counters, None)
+    if not blocks:
+        words = home.allocator(like, (batch, heads, words_of(seqlen_q, seqlen_k, 0)), "int32")(None)
+        home.clear(words, None)
+        return words, Counts(0, 0, 0)
+    names = ("mask", "of_queries", "of_keys", "lists", "counters", "block_mask")
+    addresses = {name: home.address(x) for name, (x, _) in given.items()}
+    addresses |= {"lists": home.address(states), "counters": home.address(counters)}
+    common = []
+    for name, axes in (("mask" if config.pairs else "of_queries", 4), ("of_keys", 4)):
+        strides = _strides_of(given[name][1], name) if name in given else (0,) * axes
+        common += [toolchain.Pointer(name) if name in given else toolchain.Scalar("uint64", 0), *(toolchain.Scalar("int64", n) for n in strides)]
+    values = [numbers[name] for name in rule.numbers]
+    common += [toolchain.Scalar("int32", n) for n in (heads, rows, columns, seqlen_q, seqlen_k, offset, *values, *[0] * (3 - len(values)))]
+    device = toolchain.device(facts.index or 0) if make is None else None
+    make, arch = make or toolchain.prepare, device.capability if device else (9, 0)
+    stream = home.current_stream(facts.index or 0)() if device else 0
+
+    def launch(build, parameters):
+        request = toolchain.KernelRequest(_BUILD + "build:" + build, config, arch)
+        run = make(request, [*common, *parameters], grid=(blocks,), threads=THREADS, device=device, operands=names)
+        run(tuple(addresses.get(name, 0) for name in names), stream)
+
+    written = [toolchain.Pointer("lists"), toolchain.Scalar("int32", states_of_mask)]
+    launch("build_states", [*written, toolchain.Array("counters", "int32", (masks * COUNTERS,), (4,))])
+    found = home.values(counters).reshape(masks, COUNTERS)
+    words = home.allocator(like, (batch, heads, words_of(seqlen_q, seqlen_k, int(found[:, 0].max()))), "int32")(None)
+    home.clear(words, None)
+    addresses["block_mask"] = home.address(words)
+    launch(
+        "build_bits", [*written, toolchain.Pointer("block_mask"), *(toolchain.Scalar("int32", n) for n in (words.shape[2], states_of_mask))]
+    )
+    partial, full = (int(n) for n in found.sum(axis=0))
+    return words, Counts(full, partial, blocks - full - partial)
+
+
+def _strides_of(facts, name) -> tuple[int, ...]:
+    """Along batch, heads, queries and keys, 0 along axes of one element."""
+    own = tuple(step if n > 1 else 0 for n, step in zip(facts.shape, facts.strides, strict=True))
+    if name == "mask":
+        return (0,) * (4 - len(own)) + own
+    of_batch, of_row = own
+    return (of_batch, 0, of_row, 0) if name == "of_queries" else (of_batch, 0, 0, of_row)
