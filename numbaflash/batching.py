@@ -13,7 +13,7 @@ from .dispatch import contiguous_strides
 
 __all__ = ["join", "steps"]
 
-_AXES = {"mask": 4, "bias": 4, "alibi_slopes": 2}
+_AXES = {"mask": 4, "block_mask": 3, "bias": 4, "alibi_slopes": 2}
 """Options whose first axes may be missing."""
 
 

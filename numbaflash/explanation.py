@@ -7,6 +7,7 @@ from typing import Any
 
 from . import dispatch
 from .arrays import one_library
+from .block_mask import BlockMask
 from .call import RESULTS, check_apart, describe, device_of, plan_backward_call, plan_call
 from .problem import DIFFERENTIABLE_OPTIONS, NEEDS, OPTIONS, PACKED, PACKED_FEATURE, Problem, check_flag, check_needed, check_needs
 
@@ -25,6 +26,8 @@ class Explanation:
         Registers, spills and the like of the kernel, as its family counts them; "error" alone where that needs a tool that is missing.
     families : dict of str to tuple of str
         Every other family with the reasons why it was not chosen.
+    mask : BlockMask or None
+        The mask, where it is one.
     """
 
     problem: Problem
@@ -32,6 +35,7 @@ class Explanation:
     plan: dispatch.Plan | None
     resources: dict[str, Any] = field(default_factory=dict)
     families: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    mask: BlockMask | None = None
 
     def __str__(self):
         p, plan = self.problem, self.plan
@@ -40,7 +44,7 @@ class Explanation:
             ("problem", f"{p.dtype}, q {p.q_shape}, k {p.k_shape}, v {p.v_shape}"),
             ("band", _band(p)),
             ("scale", f"{p.scale:.6g}"),
-            *_options(p),
+            *_options(p, self.mask),
             ("device", where),
         ]
         if plan is None:
@@ -58,7 +62,7 @@ class Explanation:
                 )
             else:
                 lines.append(("threads", str(plan.threads)))
-            if plan.direction == "backward":
+            if plan.workspace_bytes or plan.direction == "backward":
                 lines.append(("workspace", f"{plan.workspace_bytes} bytes"))
             lines += [
                 ("resources", ", ".join(f"{name} {value}" for name, value in self.resources.items()) or "not counted"),
@@ -93,13 +97,21 @@ def _term(p, n) -> str:
     return place if n == 0 else f"{place} {'+' if n > 0 else '-'} {abs(n)}"
 
 
-def _options(p: Problem):
+def _options(p: Problem, mask: BlockMask | None):
     """What the problem has beyond q, k, v and a band, by the names of the arguments."""
     for name in (*(name for name in p.features if name != PACKED_FEATURE), *(PACKED if p.packed else ())):
-        if name in OPTIONS + PACKED:
+        if name == "block_mask":
+            yield "mask", "BlockMask" if mask is None else f"{mask!r}{_share(mask)}"
+        elif name in OPTIONS + PACKED:
             yield name, f"{p.dtype_of(name)} {p.shape_of(name)}"
         else:
             yield name, f"{getattr(p, name):.6g}"
+
+
+def _share(mask: BlockMask) -> str:
+    """How much of it there is to compute, as far as that is known without a look at it."""
+    counts = mask._counts
+    return f", {(counts.full + counts.partial) / sum(counts):.1%} not empty" if counts and sum(counts) else ""
 
 
 def _config(config) -> str:
@@ -110,7 +122,7 @@ def _config(config) -> str:
     return str(config)
 
 
-def explain(arrays: dict, gradients: dict, options: dict, *, direction, return_lse, deterministic, needs) -> Explanation:
+def explain(arrays: dict, gradients: dict, options: dict, *, direction, return_lse, deterministic, needs, mask=None) -> Explanation:
     """See `numbaflash.explain`.
 
     Parameters
@@ -121,7 +133,7 @@ def explain(arrays: dict, gradients: dict, options: dict, *, direction, return_l
         Those of the backward alone.
     options : dict
         Those that are numbers, as `numbaflash.problem.make_problem` takes them.
-    direction, return_lse, deterministic, needs
+    direction, return_lse, deterministic, needs, mask
         The caller's.
     """
     if direction not in RESULTS:
@@ -140,24 +152,24 @@ def explain(arrays: dict, gradients: dict, options: dict, *, direction, return_l
     library = one_library(**arrays)
     facts, problem = describe(library, arrays, options, direction)
     check_apart(facts, {name: each.address for name, each in facts.items()}, direction)
-    device = device_of(facts["q"])
+    device, mask = device_of(facts["q"]), mask if isinstance(mask, BlockMask) else None
     if backward:
         if problem.sees_nothing or not needs:
-            return Explanation(problem, device, None)
-        return explain_plan(plan_backward_call(problem, facts, needs, deterministic, device))
+            return Explanation(problem, device, None, mask=mask)
+        return explain_plan(plan_backward_call(problem, facts, needs, deterministic, device), mask)
     if problem.is_empty:
-        return Explanation(problem, device, None)
-    return explain_plan(plan_call(problem, facts, with_lse, device))
+        return Explanation(problem, device, None, mask=mask)
+    return explain_plan(plan_call(problem, facts, with_lse, device), mask)
 
 
-def explain_plan(plan: dispatch.Plan) -> Explanation:
+def explain_plan(plan: dispatch.Plan, mask: BlockMask | None = None) -> Explanation:
     """Explain a plan, whether or not its device is here."""
     families = {}
     for name in dispatch.FAMILIES:
         if name != plan.family:
             reasons = plan.rejected.get(name) or dispatch.family(name, plan.direction).supports(plan.problem, plan.device)
             families[name] = tuple(reasons) or (f"{plan.family} is preferred",)
-    return Explanation(plan.problem, plan.device, plan, _resources(plan), families)
+    return Explanation(plan.problem, plan.device, plan, _resources(plan), families, mask)
 
 
 def _resources(plan: dispatch.Plan) -> dict[str, Any]:

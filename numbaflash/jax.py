@@ -22,6 +22,7 @@ from jax.custom_derivatives import SymbolicZero
 from .arrays import Facts, contiguous_strides
 from .arrays.jax import JAX, local_gpus
 from .batching import join, steps
+from .block_mask import mask_arrays
 from .call import MAX_CALLS, WORKSPACE_ALIGNMENT, aligned_workspace, device_of, plan_backward_call, plan_call
 from .dispatch import BACKWARD_OPERANDS, family, forced_family, operands_with, use_family
 from .problem import (
@@ -90,7 +91,7 @@ def attention(
     scale, causal, window, softcap, dropout
         As in `numbaflash.forward`. They are part of the program: Python values, not traced ones.
     mask, alibi_slopes, seqlens_q, seqlens_k : Array, optional
-        As in `numbaflash.forward`.
+        As in `numbaflash.forward`; a `BlockMask` may be an argument of a jitted function, and is built outside of it.
     bias, sinks : Array, optional
         As in `numbaflash.forward`, and differentiated like q, k and v.
     seed : int, optional
@@ -132,7 +133,8 @@ def attention(
     >>> dv.shape
     (1, 32, 4, 16)
     """
-    arrays = {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
+    arrays = {"bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
+    arrays = mask_arrays(mask, q, k) | arrays
     options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap, "dropout": dropout, "deterministic": deterministic}
     return _attend({"q": q, "k": k, "v": v} | arrays, options, seed, return_lse)
 
@@ -219,6 +221,7 @@ def _attend(arrays, options, seed, return_lse):
 
 def forward(q, k, v, *, scale, causal, window, return_lse, softcap=None, dropout=0.0, seed=0, max_seqlen_q=None, max_seqlen_k=None, **arrays):
     """`numbaflash.forward` and `numbaflash.forward_varlen` for JAX arrays and tracers, with checked options."""
+    arrays |= mask_arrays(arrays.get("mask"), q, k)
     arrays = {"q": q, "k": k, "v": v} | {name: arrays[name] for name in OPTIONS + PACKED if arrays.get(name) is not None}
     more = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k} if PACKED[0] in arrays else {}
     options = _options(arrays, scale, causal, window, softcap, dropout, **more)
@@ -315,8 +318,13 @@ def _operation(options: str, seed: int, with_lse: bool, refusal: str):
     def attention(*arrays):
         problem = _problem(options, *_kind(*arrays))
         results = [(problem.shape_of(name), problem.dtype_of(name)) for name in ("out", "lse")[: 1 + with_lse]]
-        results = _zeros(results, arrays[0]) if problem.is_empty else _call("forward", results, arrays, options, seed)
-        return results if with_lse else results[0]
+        if problem.is_empty:
+            found = _zeros(results, arrays[0])
+        else:
+            size = _workspace_bytes(_forward_plan, options, with_lse, *_kind(*arrays))
+            told = json.dumps(_told(options) | {"workspace": True}) if size else options
+            found = _call("forward", results + ([((size,), "uint8")] if size else []), arrays, told, seed)
+        return tuple(found[:2]) if with_lse else found[0]
 
     return jax.jit(_refusing(attention, refusal))
 
@@ -333,7 +341,7 @@ def _gradients(options: str, seed: int, needs: tuple[str, ...]):
         results = [(given[name].shape, given[name].dtype) for name in needs]
         if not needs or _problem(options, shapes, dtypes).sees_nothing:
             return _zeros(results, arrays[0])
-        size = _workspace_bytes(told, shapes, dtypes)
+        size = _workspace_bytes(_backward_plan, told, shapes, dtypes)
         workspace = [((size,), "uint8")] if size else []
         return _call("backward", results + workspace, arrays, told, seed)[: len(needs)]
 
@@ -415,6 +423,12 @@ def _launch(options: str, with_lse: bool, shapes, dtypes, kind: str, index: int,
 
     ``shapes`` and ``dtypes`` are those of `_inputs`, ``alignments`` pairs of an operand and the bytes that divide its address, where 16 do not.
     """
+    plan = _forward_plan(options, with_lse, shapes, dtypes, kind, index, alignments)
+    return None if plan is None else family(plan.family).prepare(plan)
+
+
+@functools.lru_cache(MAX_CALLS)
+def _forward_plan(options: str, with_lse: bool, shapes, dtypes, kind: str, index: int, alignments):
     problem = _problem(options, shapes, dtypes)
     if problem.is_empty:
         return None
@@ -422,7 +436,7 @@ def _launch(options: str, with_lse: bool, shapes, dtypes, kind: str, index: int,
     with use_family(_told(options)["family"]):
         plan = plan_call(problem, facts, with_lse, device_of(facts["q"]))
     _refuse_copies(plan)
-    return family(plan.family).prepare(plan)
+    return plan
 
 
 @functools.lru_cache(MAX_CALLS)
@@ -443,12 +457,12 @@ def _backward_launch(*kind):
     return family(plan.family, "backward").prepare(plan), plan.workspace_bytes
 
 
-def _workspace_bytes(options, shapes, dtypes) -> int:
-    """What the backward needs on any GPU of this process: where a traced program is going to run is not known. The CPU's is allocated there."""
+def _workspace_bytes(plan_of, *kind) -> int:
+    """What a call needs on any GPU of this process: where a traced program is going to run is not known. The CPU's is allocated there."""
     sizes = [0]
     for index in local_gpus():
         try:
-            sizes.append(_backward_plan(options, shapes, dtypes, "cuda", index, ()).workspace_bytes)
+            sizes.append(plan_of(*kind, "cuda", index, ()).workspace_bytes)
         except UnsupportedError:  # said where it runs; it may run on the CPU
             continue
     return max(sizes) and max(sizes) + WORKSPACE_ALIGNMENT
@@ -625,7 +639,8 @@ def _service(direction: str, options: str, shapes, dtypes, platform: str, index:
     """
     told = _told(options)
     inputs = _operands(direction, options)
-    written = ("out", "lse")[: len(shapes) - len(inputs)] if direction == "forward" else tuple(f"d{name}" for name in told["needs"])
+    results = len(shapes) - len(inputs) - bool(told.get("workspace"))
+    written = ("out", "lse")[:results] if direction == "forward" else tuple(f"d{name}" for name in told["needs"])
     names = inputs + written
     room = math.prod(shapes[-1]) if len(shapes) > len(names) else 0
     shapes, dtypes = dict(zip(names, shapes, strict=False)), {name: _DTYPES[code] for name, code in zip(names, dtypes, strict=False)}
@@ -641,7 +656,10 @@ def _service(direction: str, options: str, shapes, dtypes, platform: str, index:
         arrays = _inputs(options)
         less = tuple((name, n) for name, n in alignments.items() if n < 16)
         kind = tuple(shapes[name] for name in arrays), tuple(dtypes[name] for name in arrays), platform, index, less
-        return _backward_launch(options, *kind) if direction == "backward" else (_launch(options, len(written) == 2, *kind), 0)
+        if direction == "backward":
+            return _backward_launch(options, *kind)
+        plan = _forward_plan(options, len(written) == 2, *kind)
+        return _launch(options, len(written) == 2, *kind), plan.workspace_bytes if plan else 0
 
     joined, offsets = (None if outer else shapes) if packed else join(shapes, axes, told["dropout"] > 0), [{}]
     launch, needed = (None, 0) if joined is None else prepare(joined, alignments)
@@ -652,7 +670,7 @@ def _service(direction: str, options: str, shapes, dtypes, platform: str, index:
         offsets = [{name: sum(i * n for i, n in zip(part, step[name], strict=True)) for name in names} for part in np.ndindex(axes)]
         launch, needed = prepare({name: shape[outer:] for name, shape in shapes.items()}, alignments)
         if platform != "cpu" and needed and needed + WORKSPACE_ALIGNMENT > room:
-            raise ValueError(f"the gradients need {needed} bytes of workspace on GPU {index} and got {room}; it was traced for other GPUs")
+            raise ValueError(f"the operation needs {needed} bytes of workspace on GPU {index} and got {room}; it was traced for other GPUs")
     if launch is None:
         return None
     order = operands_with(tuple(told["arrays"]), told["dropout"] > 0, direction)

@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from . import api, varlen
+from .block_mask import BlockMask, given_mask, mask_arrays
 from .arrays.torch import TORCH, recorded
 from .dispatch import forced_family, use_family
 from .problem import (
@@ -228,6 +229,8 @@ def _attend(q, k, v, options, more, return_lse, deterministic):
     for name, x in zip(NEEDS, (q, k, v), strict=True):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a torch tensor; got {type(x).__name__}")
+    if isinstance(more.get("mask"), BlockMask):
+        more = more | mask_arrays(more["mask"], q, k)
     deterministic = check_flag("deterministic", deterministic) or torch.are_deterministic_algorithms_enabled()
     device = q.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
@@ -251,11 +254,17 @@ def _attend(q, k, v, options, more, return_lse, deterministic):
 
 def _forward_of(tensors):
     """The forward that takes these options."""
-    return varlen.forward_varlen if PACKED[0] in tensors else api.forward
+    if PACKED[0] in tensors:
+        return varlen.forward_varlen
+    return api.forward if tensors.get("block_mask") is None else lambda q, k, v, **options: api.forward(q, k, v, **given_mask(options, q, k))
 
 
 def _backward_of(tensors):
-    return varlen.backward_varlen if PACKED[0] in tensors else api.backward
+    if PACKED[0] in tensors:
+        return varlen.backward_varlen
+    if tensors.get("block_mask") is None:
+        return api.backward
+    return lambda dout, q, k, *others, **options: api.backward(dout, q, k, *others, **given_mask(options, q, k))
 
 
 def draw_seed():
@@ -362,10 +371,10 @@ def _refuse_batches(*gradients):
 _CAUSAL = (False, True, "top_left")
 
 
-_TENSOR_OPTIONS = OPTIONS + PACKED
+_TENSOR_OPTIONS = tuple(name for name in OPTIONS if name != "block_mask") + PACKED
 _TENSORS = ", ".join(f"Tensor? {name}=None" for name in _TENSOR_OPTIONS)
 _NUMBERS = "float? scale, int causal, int? left, int? right, bool deterministic"
-_FURTHER = f"float? softcap=None, float dropout=0., Tensor? seed=None, {_TENSORS}, int? max_seqlen_q=None, int? max_seqlen_k=None"
+_FURTHER = f"float? softcap=None, float dropout=0., Tensor? seed=None, {_TENSORS}, int? max_seqlen_q=None, int? max_seqlen_k=None, Tensor? block_mask=None"
 
 
 def _operator(q, k, v, **options):
@@ -388,6 +397,7 @@ def _plain_options(*, scale, causal, window, deterministic, softcap=None, dropou
     further = [check_softcap(softcap), float(check_dropout(dropout)) if dropout else 0, seed, *[tensors.get(name) for name in _TENSOR_OPTIONS]]
     for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         further.append(value if isinstance(value, torch.SymInt) else check_max_seqlen(name, value))
+    further.append(tensors.get("block_mask"))
     while further and not isinstance(further[-1], torch.Tensor) and not further[-1]:
         further.pop()
     return *numbers, *further
@@ -399,6 +409,9 @@ def _options_of(scale, causal, left, right, deterministic, softcap=None, dropout
     if seed is not None:
         options["seed"] = int(seed) % 2**64
     given = {name: x for name, x in zip(_TENSOR_OPTIONS, tensors, strict=False) if x is not None}
+    *_, block_mask = (None, *tensors[len(_TENSOR_OPTIONS) + 2 :])
+    if block_mask is not None:
+        given["block_mask"] = block_mask
     if PACKED[0] in given:
         options |= dict(zip(("max_seqlen_q", "max_seqlen_k"), tensors[len(_TENSOR_OPTIONS) :], strict=False))
     return options, given
@@ -406,6 +419,8 @@ def _options_of(scale, causal, left, right, deterministic, softcap=None, dropout
 
 def recorded_forward(q, k, v, *, return_lse, out, lse, stream, **options):
     """`numbaflash.forward` where torch records."""
+    if isinstance(options.get("mask"), BlockMask):
+        options |= mask_arrays(options["mask"], q, k)
     given = {"out": out, "lse": lse, "stream": stream}
     if any(x is not None for x in given.values()):
         _refuse_to_record("forward", given)
@@ -418,6 +433,8 @@ def recorded_forward(q, k, v, *, return_lse, out, lse, stream, **options):
 
 def recorded_backward(dout, q, k, v, out, lse, *, dlse, deterministic, needs, stream, **options):
     """`numbaflash.backward` where torch records."""
+    if isinstance(options.get("mask"), BlockMask):
+        options |= mask_arrays(options["mask"], q, k)
     given = {f"d{name}": options.pop(f"d{name}", None) for name in DIFFERENTIABLE} | {"stream": stream}
     if any(x is not None for x in given.values()):
         _refuse_to_record("backward", given)
@@ -529,7 +546,7 @@ def _save(ctx, inputs, output):
 
 def _differentiate(ctx, dout, dlse):
     _refuse_batches(dout, dlse)
-    needed = {"q": 0, "k": 1, "v": 2} | {name: 11 + OPTIONS.index(name) for name in DIFFERENTIABLE[3:]}
+    needed = {"q": 0, "k": 1, "v": 2} | {name: 11 + _TENSOR_OPTIONS.index(name) for name in DIFFERENTIABLE[3:]}
     inputs = [None] * len(ctx.needs_input_grad)
     needs = [int(at < len(inputs) and ctx.needs_input_grad[at]) for at in needed.values()]
     if dout is not None or dlse is not None:
