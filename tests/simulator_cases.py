@@ -41,6 +41,14 @@ def option_cases(base, strided):
         "mask of keys, hidden infinities": replace(wide, mask_shape=(2, 1, 1, 23), hidden="inf"),
         "mask of queries, any strides": replace(wide, mask_shape=(2, 2, 19, 1), mask=strided),
         "mask, NaN among what is seen": replace(wide, mask_shape=(19, 23), values="nan", hidden="nan"),
+        "block mask": replace(wide, mask_shape=SCORES, as_blocks=True, hidden="nan"),
+        "block mask, documents, causal": replace(
+            base, seqlen_q=70, seqlen_k=130, mask_shape=(70, 130), mask_values="documents", as_blocks=True, hidden="nan", causal=True
+        ),
+        "block mask, window, lengths": replace(
+            base, batch=3, seqlen_q=70, seqlen_k=70, mask_shape=(70, 70), mask_values="sliding", as_blocks=True, lengths_k="random", causal=True
+        ),
+        "block mask and every option": replace(base, **EVERYTHING, as_blocks=True),
         "lengths": replace(base, batch=3, lengths_q="random", lengths_k="random", hidden="nan"),
         "lengths at the edges, causal, int64": replace(
             base, batch=6, lengths_q="edges", lengths_k="edges", lengths_dtype="int64", causal=True, hidden="nan"
@@ -157,6 +165,90 @@ def backward_cases():
     for needs in (("bias",), ("sinks",), ("q",), ("v", "bias")):
         named[f"option: every option, gradient of {', '.join(needs)} alone"] = replace(base, **EVERYTHING, needs=needs)
     return named
+
+
+def check_lists(case, q_size, k_size, heads, of_keys, descending):
+    """Make the lists of a case's tiles, and compare them, and the turns of tiles of keys, with the definition."""
+    import numpy as np
+
+    from numbaflash import BlockMask, reference
+    from numbaflash.dispatch import Layout
+    from numbaflash.kernels.blocks import layout
+    from numbaflash.kernels.blocks.launch import Lists
+    from numbaflash.toolchain import simulator
+
+    memory, problem = case.memory(), case.problem
+    given = case.given_options(memory)
+    arrays = {name: memory[name].view() for name in case.option_arrays}
+    if case.as_blocks:
+        mask = arrays.pop("mask").astype(bool)
+        arrays["block_mask"] = BlockMask.from_mask(mask, seqlen_q=case.seqlen_q, seqlen_k=case.seqlen_k).words
+    layouts = dict.fromkeys(("mask", "block_mask", "seqlens_q", "seqlens_k"))
+    for name, x in arrays.items():
+        own = (1,) * (len(problem.shape_of(name)) - x.ndim) + x.shape
+        strides = (0,) * (len(own) - x.ndim) + x.strides
+        layouts[name] = Layout(own, tuple(0 if n == 1 else step for n, step in zip(own, strides, strict=True)), 1)
+    lists = Lists(problem, problem, q_size, k_size, heads, of_keys=of_keys, descending=descending, ranked=of_keys, last_first=descending)
+    workspace = np.full(lists.end // 4, -7, np.int32)
+    names = (*arrays, "workspace")
+    for request, parameters, blocks, threads in lists.launches(type("Layouts", (), layouts), (9, 0), True):
+        run = simulator.prepare(request, parameters, grid=(blocks,), threads=threads, operands=names)
+        run(tuple(x.ctypes.data for x in (*arrays.values(), workspace)), 0)
+    found = workspace[lists.lists_at // 4 :][: lists.entries * lists.columns * lists.tiles * lists.words].reshape(-1, lists.tiles, lists.words)
+    ranks = workspace[lists.ranks_at // 4 :][: found.shape[0] * lists.k_blocks * lists.q_blocks] if of_keys else None
+    dense = reference.check_options(problem, given)["block_mask" if case.as_blocks else "mask"]
+    dense = np.broadcast_to(dense, (*dense.shape[:2], case.seqlen_q, case.seqlen_k))
+    others = {name: x for name, x in given.items() if name not in ("mask", "block_mask")}
+    banded = [reference.visible(replace(problem, mask=None, block_mask=None), batch, 0, **others) for batch in range(problem.batch)]
+    shared = (problem.mask or problem.block_mask)[1] == 1
+    for number in range(found.shape[0]):
+        batch, column = divmod(number, lists.columns)
+        group = [0] if shared else range(column * heads, (column + 1) * heads)
+        seen = [reference.visible(problem, batch, head, **given) for head in group]
+        rank = np.zeros(lists.q_blocks, int)
+        for tile in range(lists.tiles)[:: -1 if descending and of_keys else 1]:
+            at = layout.LIST_START
+            count = found[number, tile, 0]
+            entries = found[number, tile, at : at + count]
+            assert (found[number, tile, [at - 1, at + count, at + count + 1]] == -1).all()
+            assert (np.diff(entries // 2) < 0).all() if descending else (np.diff(entries // 2) > 0).all()
+            partial = dict(zip(entries // 2, entries % 2, strict=True))
+            for block in range(lists.q_blocks if of_keys else lists.k_blocks):
+                m, n = (block, tile) if of_keys else (tile, block)
+                part = [each[m * q_size : (m + 1) * q_size, n * k_size : (n + 1) * k_size] for each in seen]
+                some = any(each.any() for each in part)
+                length_q = reference.lengths(problem, batch, **given)[0]
+                every = all(each[: max(0, length_q - m * q_size)].all() and each.shape[1] == k_size for each in part)
+                assert block in partial or not some, "what is seen must be listed"
+                assert not (block in partial and partial[block] == 0) or every, "a block of which something is hidden must be partial"
+                around = tuple(slice(i * size // 64 * 64, -(-(i + 1) * size // 64) * 64) for i, size in ((m, q_size), (n, k_size)))
+                near = any(dense[batch % len(dense), head % dense.shape[1]][around].any() for head in group)
+                in_band = banded[batch][m * q_size : (m + 1) * q_size, n * k_size : (n + 1) * k_size].any()
+                assert block not in partial or (near and in_band), "blocks of nothing must be left out"
+                if of_keys and block in partial:
+                    assert ranks.reshape(found.shape[0], lists.k_blocks, -1)[number, tile, block] == rank[block]
+                    rank[block] += 1
+
+
+def list_cases():
+    """Cases of `check_lists`."""
+    from numbaflash.testing import Case, Placement
+
+    base = Case(batch=2, heads=4, kv_heads=2, seqlen_q=150, seqlen_k=210, head_dim=8, head_dim_v=8)
+    full = (2, 4, 150, 210)
+    cases = {
+        "documents": replace(base, mask_shape=(150, 210), mask_values="documents"),
+        "documents, in fours": replace(base, seqlen_k=212, mask_shape=(1, 1, 150, 212), mask_values="documents"),
+        "none": replace(base, mask_shape=full, mask_values="none"),
+        "of every head, causal": replace(base, mask_shape=full, mask_values="sliding", causal=True),
+        "of keys": replace(base, mask_shape=(2, 1, 1, 210), mask_values="blocks"),
+        "of queries, strided": replace(base, mask_shape=(150, 1), mask=Placement(step=(-1, 2)), window=(70, 3)),
+        "lengths": replace(base, mask_shape=(150, 210), mask_values="documents", lengths_q="random", lengths_k="random", causal=True),
+        "block mask": replace(base, mask_shape=full, mask_values="sliding", as_blocks=True, window=(100, 20)),
+        "block mask, lengths": replace(base, mask_shape=(150, 210), mask_values="documents", as_blocks=True, lengths_k="edges"),
+    }
+    tiles = ((64, 128, 1, False, True), (32, 64, 2, False, True), (64, 128, 2, True, False), (64, 64, 2, True, True))
+    return {f"{name}, {tile}": (case, *tile) for name, case in cases.items() for tile in tiles}
 
 
 def turn_cases():
@@ -285,6 +377,8 @@ def main():
     failed |= report("backward: options drawn by Hypothesis", backward_options_drawn)
     for name, case in packed.CASES.items():
         failed |= report(f"packed: {name}", lambda case=case: case.run("simt"))
+    for name, arguments in list_cases().items():
+        failed |= report(f"lists: {name}", lambda arguments=arguments: check_lists(*arguments))
     for name, arguments in turn_cases().items():
         failed |= report(f"turns: {name}", lambda arguments=arguments: check_turns(*arguments))
     return int(failed)

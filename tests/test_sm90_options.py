@@ -17,8 +17,10 @@ import pytest
 
 from numbaflash import dispatch, reference, testing, toolchain
 from numbaflash.dispatch import BackwardLayouts, Device, Layout, Layouts, contiguous_strides
+from numbaflash.block_mask import BlockMask
 from numbaflash.kernels import bands, packing, sm90
 from numbaflash.kernels.bands import Band, KeyBand
+from numbaflash.kernels.blocks.launch import Lists
 from numbaflash.kernels.sm90 import backward
 from numbaflash.kernels.sm90 import packed as sequences
 from numbaflash.kernels.sm90 import scores as bodies
@@ -46,6 +48,10 @@ class VectorOps(straight.SimulatorOps):
     real = staticmethod(lambda dtype, x: np.asarray(x).astype(dtype))
     as_float = staticmethod(lambda word: np.asarray(word, np.int32).view(np.float32))
     memory = []  # (first address, bytes) of what may be read
+
+    @classmethod
+    def halves(cls, x):
+        return [cls.narrow(x), cls.narrow(np.asarray(x) >> 32)]
 
     @staticmethod
     def select(condition, a, b):
@@ -143,7 +149,29 @@ def lay_out(problem, memory, kind=Layouts):
     return kind(**found)
 
 
+def operands_of(case):
+    """The memory of a case; in the place of a mask that is handed over as a `BlockMask`, its words."""
+    memory = case.memory()
+    if case.as_blocks and "mask" in memory:
+        mask = memory.pop("mask").decoded().astype(bool)
+        words = BlockMask.from_mask(mask, seqlen_q=case.seqlen_q, seqlen_k=case.seqlen_k).words
+        memory["block_mask"] = SimpleNamespace(view=lambda: words, bits=words.reshape(-1))
+    return memory
+
+
+def seen_pairs(case):
+    """``f(batch, head)``: which keys queries see, by definition."""
+    given = {name: x for name, x in case.given_options(case.memory()).items() if name != "seed"}
+    return lambda batch, head: reference.visible(case.problem, batch, head, **given)
+
+
+def lists_of(problem):
+    """Lists of tiles of 64 keys, of which only the parameters matter here."""
+    return Lists(problem, problem, 64, 64, problem.group, of_keys=True, ranked=True) if problem.masked else None
+
+
 THREAD = np.arange(128)
+LANE = np.int32(THREAD % 32)
 
 
 def readable(*arrays):
@@ -168,7 +196,8 @@ class Model:
     """One consumer warpgroup of the forward kernel, all of its threads at once; tiles of 64 rows and blocks of 32 keys."""
 
     def __init__(self, case, **changes):
-        self.memory = case.memory()
+        self.memory = operands_of(case)
+        self.seen = seen_pairs(case) if case.problem.masked else None
         self.prepare(case, case.problem, lay_out(case.problem, self.memory), **changes)
 
     def prepare(self, case, problem, layouts, **changes):
@@ -176,13 +205,14 @@ class Model:
         self.config = config = replace(forward_config(self.problem, self.layouts), q_tile=64, kv_block=32, **changes)
         self.plain, self.first = kernel_keys(self.problem)
         VectorOps.memory = readable(*(each.bits for each in self.memory.values()))
-        self.options = [argument(x, case, self.memory) for x in config.options.arguments(self.problem, self.layouts, self.first)]
+        self.options = [argument(x, case, self.memory) for x in config.options.arguments(self.problem, self.layouts, self.first, sm90.lists_of(problem, config))]
         of, pack = Scores(config.kv_block, config.options), config.pack
         self.band = Band(64, config.kv_block, pack, config.left, config.right, padded=config.options.seqlens_q is not None)
         self.of_tile, self.of_warpgroup, self.limits = self.band.of_tile(), self.band.of_warpgroup(), self.band.limits()
         self.bounds_of_entry, self.take_seat, self.finish = of.bounds_of_entry(config.right), of.take_seat(pack), of.finish(pack)
         self.fetch = {guarded: of.fetch(guarded) for guarded in (False, True)}
-        self.change, self.hide, self.drop = of.change(), of.hide(), of.drop()
+        self.change, self.hide, self.drop = of.change(), of.hide(pack), of.drop()
+        self.fetch_mask, self.limits_anew = of.fetch_mask(pack), self.band.limits_of_thread()
         self.seen_keys, self.sees = of.seen_keys(config.left), of.sees(pack, config.left, config.right)
         scale = 1.0 if config.options.changes else abs(self.plain.scale or sm90._TINY_SCALE)
         self.scale_log2 = np.float32(LOG2E * scale)
@@ -227,28 +257,37 @@ class Model:
         limits = self.limits(row, self.column, bounds)
         seat = self.take_seat(row, self.column, entry, head, np.int32(plain.seqlen_q) if sequence is None else bounds[0], bounds, options)
         m, l, o = np.full(64, -np.inf, np.float32), np.zeros(64, np.float32), np.zeros((64, plain.head_dim_v), np.float32)
+        listed = config.options.masked
         for j in map(np.int32, reversed(range(my_first, my_end))):
+            if listed:
+                some, every = self.listed(batch, head, tile, j)
+                if not some:
+                    continue
+            partial = listed and not every
             inside = slice(j * config.kv_block, (j + 1) * config.kv_block)
             keys, values = (padded(x[batch, inside, kv_head], config.kv_block) for x in (self.k, self.v))
             if config.inspected:
-                self.inspect(values, j, tile, batch, head, bounds)
+                self.inspect(values, j, partial, tile, batch, head, bounds)
             with np.errstate(all="ignore"):
                 products = mine @ keys.T
             s = [products[at] for at in self.at]
-            words = self.fetch[j == my_end - 1](seat, j, options) if config.options.reads else [np.int32(0)]
+            words = self.fetch[j == my_end - 1](seat, j, options) if config.options.bias else [np.int32(0)]
             if config.negative_scale:
                 s = [-x for x in s]
             if config.options.changes:
                 s = self.change(s, words, seat, j, options)
-            if j >= right_border or j < left_border or j == my_end - 1:
+            if partial:
+                assert [(np.asarray(a) == b).all() for a, b in zip(self.limits_anew(row, LANE, bounds), limits, strict=True)] == [True] * 4
+            if partial if listed else j >= right_border or j < left_border or j == my_end - 1:
                 for i in range(len(s)):
                     r, column = i >> 1 & 1, 8 * (i >> 2) + (i & 1) + j * config.kv_block
                     hidden = column > limits[2 + r]
                     if config.left:
                         hidden = hidden | (column < limits[r])
                     s[i] = np.where(hidden, np.float32(-np.inf), s[i])
-            if config.options.mask:
-                s = self.hide(s, words)
+            if partial:
+                mask_words = self.fetch_mask(row, LANE, j, batch, head, bounds[0], options)
+                s = self.hide(s, mask_words, row, LANE, j, batch, head, bounds[0], bounds[1], options)
             # What `fragment.online_softmax` does, in another order.
             scores, scale, before = self.gathered(s), self.scale_log2, m
             with np.errstate(all="ignore"):
@@ -278,13 +317,23 @@ class Model:
             block[at] = x
         return block
 
-    def inspect(self, values, j, tile, batch, head, bounds):
+    def listed(self, batch, head, tile, j):
+        """Whether some pair of a tile and a block is seen, and whether all are that there are."""
+        pack, block = self.config.pack, self.config.kv_block
+        rows = [divmod(row, pack) for row in range(tile * 64, min((tile + 1) * 64, self.plain.seqlen_q * pack))]
+        keys = slice(self.first + j * block, self.first + (j + 1) * block)
+        seen = np.array([self.seen(batch, head * pack + query_head)[query, keys] for query, query_head in rows])
+        return seen.any(), seen.all() and seen.shape[1] == block
+
+    def inspect(self, values, j, partial, tile, batch, head, bounds):
         first, end = self.seen_keys(j, bounds)
-        if not self.config.options.mask and first <= 0 and end >= self.config.kv_block:
+        if self.config.options.masked and not partial:
+            return
+        if not self.config.options.masked and first <= 0 and end >= self.config.kv_block:
             return
         for row in np.flatnonzero(~np.isfinite(values).all(axis=1)):
             seen = first <= row < end
-            if seen and self.config.options.mask:
+            if seen and self.config.options.masked:
                 key = np.int32(j * self.config.kv_block + row)
                 seen = self.sees(np.int32(tile * 64 + np.arange(64)), key, batch, head, bounds, self.options).any()
             if not seen:
@@ -302,6 +351,9 @@ ALONE = {
     "mask, keys first in memory": dict(mask_shape=(SQ, SK), mask=Placement(order=(1, 0)), hidden="nan"),
     "mask, reversed": dict(mask_shape=(SQ, SK), mask=Placement(step=(-1, -2)), hidden="nan"),
     "mask, odd rows": dict(mask_shape=(SQ, SK), mask=Placement(pad=(0, 1)), hidden="nan"),
+    "block mask": dict(mask_shape=(B, H, SQ, SK), as_blocks=True, hidden="nan"),
+    "block mask, one head": dict(mask_shape=(SQ, SK), mask_values="sliding", as_blocks=True, hidden="nan"),
+    "block mask of keys": dict(mask_shape=(B, 1, 1, SK), as_blocks=True, hidden="nan"),
     "lengths": dict(lengths_q="random", lengths_k="random", hidden="nan"),
     "lengths of keys": dict(lengths_k="edges", lengths_dtype="int64", hidden="nan"),
     "lengths of queries": dict(lengths_q="edges", hidden="inf"),
@@ -343,6 +395,8 @@ LENGTHS = dict(batch=6, heads=1, kv_heads=1, seqlen_q=20, lengths_q="random", le
 EDGES = {
     "dropout counts keys from the first of all": dict(seqlen_k=160, window=(12, 7), dropout=0.3, hidden="nan"),
     "dropout, an even cut": dict(seqlen_k=160, window=(5, 7), dropout=0.5, mask_shape=(SQ, 160), hidden="nan"),
+    "block mask of a cut": dict(seqlen_k=300, window=(5, 7), mask_shape=(B, 1, SQ, 300), as_blocks=True, hidden="nan"),
+    "block mask, many heads a tile": dict(heads=32, kv_heads=1, batch=1, seqlen_q=3, mask_shape=(32, 3, SK), as_blocks=True, hidden="nan"),
     "mask of a cut": dict(seqlen_k=140, window=(5, 7), mask_shape=(B, 1, SQ, 140), bias_shape=(SQ, 140), hidden="nan"),
     "more queries than keys": dict(seqlen_k=20, causal=True, mask_shape=(SQ, 20), alibi_shape=(H,), hidden="nan"),
     "many heads a tile": dict(heads=32, kv_heads=1, batch=1, seqlen_q=3, alibi_shape=(32,), with_sinks=True, bias_shape=(32, 3, 1), lengths_q="full"),
@@ -470,7 +524,8 @@ class GradientModel:
     ``columns``."""
 
     def __init__(self, patch, case, q_block, columns):
-        self.patch, self.case, self.memory, self.problem = patch, case, case.memory(), case.problem
+        self.patch, self.case, self.memory, self.problem = patch, case, operands_of(case), case.problem
+        self.seen = seen_pairs(case) if case.problem.masked else None
         problem = self.problem
         self.layouts = lay_out(problem, self.memory, BackwardLayouts)
         made = backward.plan(problem, self.layouts, H200, False)
@@ -524,7 +579,7 @@ class GradientModel:
     def run(self):
         problem, config = self.problem, self.config
         self.rows()
-        options = [argument(x, self.case, self.memory) for x in config.of_products.options.arguments(problem, self.layouts)]
+        options = [argument(x, self.case, self.memory) for x in config.of_products.options.arguments(problem, self.layouts, lists=lists_of(problem))]
         bounds_of_entry = Scores(64, config.of_products.options).bounds_of_entry(False)
         first_query, queries = visible_queries(problem)
         trimmed, first_key = trim_keys(problem)
@@ -555,12 +610,12 @@ class GradientModel:
     def tile(self, q, k, v, dout, dq, shifts, deltas, batch, kv_head, n, bounds, sequence=None):
         """(dK, dV) of a tile of keys, and what it adds to dQ; packed sequences have a number that is not that of the entry in the arrays."""
         problem, config, scale_log2 = self.problem, self.config, self.scale_log2
-        options = [argument(x, self.case, self.memory) for x in config.of_products.options.arguments(problem, self.layouts)]
+        options = [argument(x, self.case, self.memory) for x in config.of_products.options.arguments(problem, self.layouts, lists=lists_of(problem))]
         band = KeyBand(64, config.q_block, config.left, config.right, padded=config.options.lengths)
         walk, seen_keys, limits_of = band.walk(), band.seen(), band.limits()
         of, plain_of = KeyScores(self.columns, config.q_block, config.of_products.options, config.left), Scores(64, config.of_products.options)
         sees = plain_of.sees(1, config.left, config.right)
-        take_seat, fetch = of.take_seat(), of.fetch()
+        take_seat, fetch, fetch_mask = of.take_seat(), of.fetch(), of.fetch_mask() if of.options.masked else None
         weigh, differentiate = ({masked: f(masked) for masked in (False, True)} for f in (of.weigh, of.differentiate))
         keys, values = (padded(x[batch, n * 64 : n * 64 + 64, kv_head], 64) for x in (k, v))
         is_seen = np.array([self.is_seen(j, batch, kv_head, bounds, seen_keys, sees, options) for j in range(n * 64, n * 64 + 64)])
@@ -577,6 +632,11 @@ class GradientModel:
             if config.cleans_queries:
                 rows[np.isinf(shift)], gradients[np.isinf(shift)] = 0, 0
             masked = not plain <= step < border
+            if self.seen:
+                there = self.seen(batch, head)[inside, n * 64 : n * 64 + 64]
+                if not self.seen_of_group(batch, kv_head)[inside, n * 64 : n * 64 + 64].any():
+                    continue
+                masked = not there.all() or there.shape[1] < 64
             with np.errstate(all="ignore"):
                 s, dp = keys @ rows.T, values @ gradients.T
             p, ds = (np.full((64, config.q_block), np.nan, np.float32) for _ in "pd")
@@ -587,7 +647,11 @@ class GradientModel:
                 words = fetch(seat, block, np.int32(head), options) if of.fetches else [np.int32(0)]
                 at = [(key + 8 * (i >> 1 & 1) - n * 64, column + 8 * (i >> 2) + (i & 1)) for i in range(self.columns // 2)]
                 of_columns = [column + 8 * (i // 2) + i % 2 for i in range(self.columns // 4)]
-                given = [s[x] for x in at], [shift[x] for x in of_columns], words, seat, block, np.int32(head), limits, scale_log2, options
+                mask_words = [np.int32(0)]
+                if masked and fetch_mask:
+                    place = np.int32(batch), np.int32(head), bounds[0], np.int32(problem.seqlen_k)
+                    mask_words = fetch_mask(key, column, block, *place, options)
+                given = [s[x] for x in at], [shift[x] for x in of_columns], words, mask_words, seat, block, np.int32(head), limits, scale_log2, options
                 weights, signed = weigh[masked](*given)
                 found = differentiate[masked](signed, [dp[x] for x in at], [delta[x] for x in of_columns], options)
                 for x, weight, gradient in zip(at, weights, found, strict=True):
@@ -596,11 +660,15 @@ class GradientModel:
                 tile_dv += p @ gradients
                 tile_dk += ds @ rows
                 dq[batch, inside, head] += (ds.T @ keys)[: dq.shape[1] - inside.start]
-        if config.bounded or config.options.mask or config.options.lengths:
+        if config.bounded or config.options.masked or config.options.lengths:
             tile_dk[~is_seen], tile_dv[~is_seen] = 0, 0
         if config.options.dropout:
             tile_dv *= of.keep_factor()(options)
         return tile_dk, tile_dv
+
+    def seen_of_group(self, batch, kv_head):
+        group = self.problem.group
+        return np.logical_or.reduce([self.seen(batch, head) for head in range(kv_head * group, (kv_head + 1) * group)])
 
     def bias(self, q, k, v, dout, bounds_of_entry, whole, options, scale_log2):
         """The kernel of the bias's gradient: what each of its blocks comes to."""
@@ -610,6 +678,7 @@ class GradientModel:
         own_part, shares_of, part_of_turn, is_work = parts.own(), parts.shares(), parts.of_turn(), parts.is_work()
         of = KeyScores(64, 64, config.of_products.options, config.left, of_bias=True)
         take_seat, fetch, weigh, differentiate = of.take_seat(), of.fetch(), of.weigh(True), of.differentiate(True)
+        fetch_mask = of.fetch_mask() if of.options.masked else lambda *place: [np.int32(0)]
         limits_of = KeyBand(bias.KV_TILE, bias.Q_BLOCK, config.left, config.right).limits()
         q_blocks, kv_tiles = backward._bias_tiles(problem)
         rows = {name: padded(x.reshape(problem.batch * problem.heads, -1).T, 64 * q_blocks).T for name, x in self.work.items()}
@@ -639,7 +708,8 @@ class GradientModel:
                     of_columns = [column + 8 * (i // 2) + i % 2 for i in range(16)]
                     limits, words = limits_of(key, column, bounds), fetch(seat, m, head, options)
                     shifts, deltas = ([x[c] for c in of_columns] for x in (shift, delta))
-                    _, p = weigh([s[x] for x in at], shifts, words, seat, m, head, limits, scale_log2, options)
+                    mask_words = fetch_mask(key, column, m, batch, head, bounds[0], np.int32(problem.seqlen_k), options)
+                    _, p = weigh([s[x] for x in at], shifts, words, mask_words, seat, m, head, limits, scale_log2, options)
                     for x, ds in zip(at, differentiate(p, [dp[x] for x in at], deltas, options), strict=True):
                         total[x] += ds
             part = total.T
@@ -660,7 +730,7 @@ class GradientModel:
 
     def is_seen(self, key, batch, kv_head, bounds, seen_keys, sees, options):
         found = bool(seen_keys(np.int32(key), bounds)[0])
-        if not found or not self.config.options.mask:
+        if not found or not self.config.options.masked:
             return found
         heads, query = range(kv_head * self.problem.group, (kv_head + 1) * self.problem.group), np.arange(bounds[0], dtype=np.int32)
         return any(sees(query, np.int32(key), np.int32(batch), np.int32(head), bounds, options).any() for head in heads)
@@ -668,6 +738,8 @@ class GradientModel:
 
 class PackedGradientModel(GradientModel):
     """The same of packed sequences."""
+
+    seen = None
 
     def __init__(self, patch, case, q_block, columns):
         problem, values, _ = case.inputs()
@@ -690,7 +762,7 @@ class PackedGradientModel(GradientModel):
     def run(self):
         problem, config = self.problem, self.config
         found = {"inline": lambda f: f, "zero": lambda: np.int32(0), "following": lambda n: n + np.int32(1)}
-        options = [argument(x, self.case, self.memory) for x in config.of_products.options.arguments(problem, self.layouts)]
+        options = [argument(x, self.case, self.memory) for x in config.of_products.options.arguments(problem, self.layouts, lists=lists_of(problem))]
         sides = {name: sequences.Sequences(config.of_products.options, name, n) for name, n in (("q", config.q_block), ("k", 64))}
         ascend = sides["q"].ascend()
         order = np.int32(np.bitwise_and.reduce([int(ascend(np.int32(entry), options)) for entry in range(problem.batch + 2)]) & 3)
@@ -746,7 +818,8 @@ def gradient_case(**given):
 @pytest.mark.parametrize("name", ALONE)
 def test_gradients_are_what_is_defined(vectors, name):
     for number, band in enumerate(BANDS):
-        kv_heads, (q_block, columns) = (H, 2)[number % 2], ((32, 32), (32, 16))[number % 2]
+        fragments = ((64, 64), (64, 32)) if "as_blocks" in ALONE[name] else ((32, 32), (32, 16))  # bits are read in words
+        kv_heads, (q_block, columns) = (H, 2)[number % 2], fragments[number % 2]
         check_gradients(vectors, gradient_case(kv_heads=kv_heads, with_dlse=number % 2 == 0, **band, **ALONE[name]), q_block, columns)
 
 
@@ -782,6 +855,7 @@ PLANS = {
     "mask": dict(mask=((2, 8, S, S), "bool")),
     "strided mask": dict(mask=((2, 8, S, S), "bool"), step=3),
     "mask of keys": dict(mask=((2, 1, 1, S), "bool")),
+    "block mask": dict(block_mask=((2, 8, 4096), "int32")),
     "bias": dict(bias=((2, 8, S, S), "bfloat16")),
     "float32 bias": dict(bias=((8, S, S), "float32")),
     "float16 bias": dict(bias=((8, S, S), "float16")),
@@ -798,11 +872,17 @@ BACKWARDS = (
     ("every option", 64, {"window": (100, 50), "deterministic": True}),
     ("every option", 128, {"causal": True}),
     ("every option", 256, {"deterministic": True}),
+    ("block mask", 64, {"causal": True}),
+    ("block mask", 128, {"causal": True, "deterministic": True}),
+    ("block mask", 256, {"deterministic": True}),
     ("every option but dropout", 64, {"causal": True}),
     ("every option but dropout", 128, {}),
     ("every option but dropout", 256, {"window": (100, 50), "deterministic": True}),
 )
 FORWARDS = (
+    ("block mask", 64, {"causal": True}),
+    ("block mask", 128, {}),
+    ("block mask", 256, {"window": (100, 50)}),
     ("mask", 64, {"seqlen_k": 2048}),
     ("float32 bias", 128, {"window": (100, 50)}),
     ("dropout", 192, {}),
@@ -830,7 +910,8 @@ def assert_compiles(request, parameters, grid, threads, shared_bytes):
 @pytest.mark.parametrize(("name", "head_dim", "options"), FORWARDS, ids=str)
 def test_plans_compile_without_spills(name, head_dim, options):
     made = plan(head_dim, **options, **fitted(PLANS[name], options.get("seqlen_k", S)))
-    assert_compiles(sm90.request(made), sm90.parameters(made), made.grid, made.threads, made.shared_bytes)
+    for launch in sm90.launches(made):
+        assert_compiles(*launch)
 
 
 PACKED_PLANS = (
