@@ -24,6 +24,7 @@ PROGRAM, BENCH = "bench.options", "options"
 DIRECTIONS = ("forward", "backward")
 PEERS = ("cudnn", "efficient", "fa2", "fa4", "flex")
 WINDOW, CAP, DROPPED, DOCUMENTS = 1024, 30.0, 0.1, 8
+BLOCK, PREFIX, NEAR, GLOBAL = 256, 1024, 256, 64
 SAMPLED_ROWS = 64
 TOLERANCE = 0.03  # of 16-bit results of size 1, far below what a wrong mask or bias does
 
@@ -41,12 +42,15 @@ class Scenario:
         Those of `PEERS` that have it.
     needs : tuple of str
         Gradients that are computed.
+    rule : str
+        Of `RULES`: what a mask shows.
     """
 
     cell: Cell
     make: Callable = lambda torch, cell: {}
     peers: tuple[str, ...] = ()
     needs: tuple[str, ...] = ("q", "k", "v")
+    rule: str = "documents"
 
 
 def scenarios(dtype: str, head_dim: int) -> dict[str, Scenario]:
@@ -61,6 +65,9 @@ def scenarios(dtype: str, head_dim: int) -> dict[str, Scenario]:
     def mask(torch, cell):
         documents = document_ids(torch, cell)
         return {"mask": documents[:, None] == documents[None, :]}
+
+    def blocks(name):
+        return lambda torch, cell: {"mask": block_mask(torch, cell, name)}
 
     def half(torch, cell):
         lengths = torch.linspace(0.25, 1, cell.batch, device="cuda").mul(cell.seqlen).int()
@@ -78,12 +85,39 @@ def scenarios(dtype: str, head_dim: int) -> dict[str, Scenario]:
         "full bias": Scenario(full, bias, ("cudnn", "efficient", "flex")),
         "full bias and dbias": Scenario(full, bias, ("cudnn", "efficient", "flex"), ("q", "k", "v", "bias")),
         "full mask of documents": Scenario(full, mask, ("cudnn", "efficient", "flex")),
+        "full block mask of documents": Scenario(full, blocks("documents"), ("flex",), rule="documents"),
+        "full block mask, block-causal": Scenario(full, blocks("block causal"), ("flex",), rule="block causal"),
+        "full block mask, prefix": Scenario(full, blocks("prefix"), ("flex",), rule="prefix"),
+        "full block mask, sliding and global": Scenario(full, blocks("sliding"), ("flex",), rule="sliding"),
         "window at 32k": Scenario(long, lambda torch, cell: {"window": (WINDOW - 1, 0)}, ("fa4", "flex")),
     }
 
 
 def full_lengths(torch, cell):
     return torch.full((cell.batch,), cell.seqlen, device="cuda", dtype=torch.int32)
+
+
+RULES = {
+    "documents": lambda documents, i, j: documents[i] == documents[j],
+    "block causal": lambda documents, i, j: j // BLOCK <= i // BLOCK,
+    "prefix": lambda documents, i, j: (j <= i) | (j < PREFIX),
+    "sliding": lambda documents, i, j: (abs(i - j) <= NEAR) | (j < GLOBAL) | (i < GLOBAL),
+}
+"""What block masks of the scenarios show: of document numbers, queries and keys."""
+
+
+def block_mask(torch, cell, name):
+    """The same as a `numbaflash.BlockMask`."""
+    import numbaflash
+
+    make, documents = numbaflash.BlockMask, document_ids(torch, cell)
+    if name == "documents":
+        return make.documents(documents)
+    if name == "block causal":
+        return make.block_causal(cell.seqlen, block=BLOCK, like=documents)
+    if name == "prefix":
+        return make.prefix_lm(cell.seqlen, prefix=PREFIX, like=documents)
+    return make.sliding_global(cell.seqlen, window=(NEAR, NEAR), n_global=GLOBAL, like=documents)
 
 
 def document_ids(torch, cell):
@@ -149,7 +183,7 @@ class Peers:
             return score if bias is None else score + bias[0, h, i, j]
 
         def visible(b, h, i, j):
-            seen = documents[i] == documents[j] if "mask" in options else i >= 0
+            seen = RULES[scenario.rule](documents, i, j) if "mask" in options else i >= 0
             if "window" in options:
                 seen = seen & (i - j < WINDOW)
             return seen & (i >= j) if cell.causal else seen
@@ -177,7 +211,8 @@ def sampled(torch, cell, options, q, k, v):
             s = s + options["bias"][0, head, first:].double()
         seen = rows >= keys if cell.causal else torch.ones_like(rows >= keys)
         if "mask" in options:
-            seen = seen & options["mask"][first:]
+            mask = options["mask"]
+            seen = seen & (mask if isinstance(mask, torch.Tensor) else mask.to_dense()[0, 0])[first:]
         if "window" in options:
             seen = seen & (rows - keys <= options["window"][0])
         s = s.masked_fill(~seen, -torch.inf)

@@ -89,9 +89,7 @@ class BlockMask:
         if len(facts.shape) > 4:
             raise ValueError(f"mask must have at most 4 axes (batch, heads, seqlen_q, seqlen_k); got {len(facts.shape)} axes, shape {facts.shape}")
         own = (1,) * (4 - len(facts.shape)) + tuple(facts.shape)
-        sizes = [
-            _full_size(name, given, n) for name, given, n in (("seqlen_q", seqlen_q, own[2]), ("seqlen_k", seqlen_k, own[3]))
-        ]
+        sizes = [_full_size(name, given, n) for name, given, n in (("seqlen_q", seqlen_q, own[2]), ("seqlen_k", seqlen_k, own[3]))]
         shape = (*own[:2], *sizes)
         if _by_kernels(home, facts):
             return _on_device(cls, home, mask, facts, shape, rules.Pairs("bool"), 0, {}, {"mask": (mask, facts)})
@@ -248,7 +246,7 @@ class BlockMask:
             raise ValueError("ids_q and ids_k must lie on one device; got " + " and ".join(each.place for _, each in given.values()))
         if _by_kernels(home, facts):
             return _on_device(cls, home, like, facts, shape, rule, offset, numbers, given)
-        values = {name: _values(home, x, name).reshape(each.shape) for name, (x, each) in given.items()}
+        values = {name: _values(home, x, "an array of the rule").reshape(each.shape) for name, (x, each) in given.items()}
         words = host.of_rule(shape, rule, offset, numbers, values.get("of_queries"), values.get("of_keys"))
         return cls._of_host(home, like, words, shape)
 

@@ -29,7 +29,9 @@ OPTION_OPERANDS = (*OPTIONS, *PACKED, "seed")
 MASK_OPERANDS = ("of_queries", "of_keys", "lists", "counters")
 """Arrays of the launches that make a `numbaflash.BlockMask`, beside the mask and its words."""
 
-ALL_OPERANDS = tuple(dict.fromkeys((*OPERANDS, *OPTION_OPERANDS, *BACKWARD_OPERANDS, *(f"d{name}" for name in DIFFERENTIABLE_OPTIONS), *MASK_OPERANDS)))
+ALL_OPERANDS = tuple(
+    dict.fromkeys((*OPERANDS, *OPTION_OPERANDS, *BACKWARD_OPERANDS, *(f"d{name}" for name in DIFFERENTIABLE_OPTIONS), *MASK_OPERANDS))
+)
 """Every operand that a launch may have."""
 
 

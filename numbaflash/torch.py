@@ -374,7 +374,9 @@ _CAUSAL = (False, True, "top_left")
 _TENSOR_OPTIONS = tuple(name for name in OPTIONS if name != "block_mask") + PACKED
 _TENSORS = ", ".join(f"Tensor? {name}=None" for name in _TENSOR_OPTIONS)
 _NUMBERS = "float? scale, int causal, int? left, int? right, bool deterministic"
-_FURTHER = f"float? softcap=None, float dropout=0., Tensor? seed=None, {_TENSORS}, int? max_seqlen_q=None, int? max_seqlen_k=None, Tensor? block_mask=None"
+_FURTHER = (
+    f"float? softcap=None, float dropout=0., Tensor? seed=None, {_TENSORS}, int? max_seqlen_q=None, int? max_seqlen_k=None, Tensor? block_mask=None"
+)
 
 
 def _operator(q, k, v, **options):

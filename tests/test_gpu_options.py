@@ -35,6 +35,19 @@ OPTIONS = {
     "mask, blocks": dict(mask_shape=(SQ, SK), mask_values="blocks", hidden="inf"),
     "mask, few keys": dict(mask_shape=SCORES, mask_values="rows", hidden="nan"),
     "mask, reversed": dict(mask_shape=(B, 1, SQ, SK), mask=Placement(pad=(0, 0, 0, 1)), hidden="nan"),
+    "mask, documents": dict(mask_shape=(B, 1, SQ, SK), mask_values="documents", hidden="nan"),
+    "mask, sliding": dict(mask_shape=(SQ, SK), mask_values="sliding", hidden="inf"),
+    "mask, all": dict(mask_shape=SCORES, mask_values="all"),
+    "mask, none": dict(mask_shape=SCORES, mask_values="none", hidden="nan"),
+    "block mask": dict(mask_shape=SCORES, as_blocks=True, hidden="nan"),
+    "block mask, keys": dict(mask_shape=(B, 1, 1, SK), as_blocks=True, hidden="nan", values="nan"),
+    "block mask, blocks": dict(mask_shape=(1, H, SQ, SK), mask_values="blocks", as_blocks=True, hidden="inf"),
+    "block mask, documents": dict(mask_shape=(B, 1, SQ, SK), mask_values="documents", as_blocks=True, hidden="nan"),
+    "block mask, sliding": dict(mask_shape=(SQ, SK), mask_values="sliding", as_blocks=True, hidden="nan"),
+    "block mask, few keys": dict(mask_shape=SCORES, mask_values="rows", as_blocks=True, hidden="nan"),
+    "block mask, lengths": dict(
+        mask_shape=(SQ, SK), mask_values="sliding", as_blocks=True, lengths_q="random", lengths_k="random", hidden="nan"
+    ),
     "bias": dict(bias_shape=SCORES, bias_values="big"),
     "bias, float32": dict(bias_shape=SCORES, bias_dtype="float32", bias_values="lowest"),
     "bias, float16": dict(bias_shape=(H, SQ, SK), bias_dtype="float16", bias_values="infinite", hidden="nan"),
@@ -47,6 +60,7 @@ TOGETHER = dict(
     **dict(dropout=0.1, dropout_seed=77, lengths_q="random", lengths_k="random", hidden="nan"),
 )
 OPTIONS |= {"together": TOGETHER, "together, no dropout": TOGETHER | {"dropout": 0.0, "bias_dtype": "float32", "lengths_q": "edges"}}
+OPTIONS |= {f"{name}, block mask": OPTIONS[name] | {"as_blocks": True} for name in ("together", "together, no dropout")}
 BANDS = ({}, {"causal": True}, {"window": (50, 20)}, {"causal": "top_left", "window": (70, None)})
 DIMS = ((64, 64), (128, 128), (256, 256))
 
@@ -184,6 +198,51 @@ def test_gradients_have_the_same_bits_under_load(gpu):
             for _ in range(10):
                 again = numbaflash.backward(dout, q, k, v, out, lse, deterministic=True, needs=needs, **options)
                 assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_rules_on_the_device(gpu):
+    """Block masks are built where their arrays lie, and are what they are on the host."""
+    torch = pytest.importorskip("torch")
+    from numbaflash import BlockMask
+
+    ids, lengths = torch.arange(700, device="cuda") // 90, torch.tensor([3, 400, 700], device="cuda")
+    dense = torch.rand(2, 1, 300, 700, device="cuda") < 0.5
+    dense[..., :128, :256], dense[..., 128:, 256:512] = True, False
+
+    def build(where):
+        here = ids.to(where)
+        return {
+            "mask": BlockMask.from_mask(dense.to(where)),
+            "mask, strided": BlockMask.from_mask(dense.to(where).transpose(2, 3)),
+            "block causal": BlockMask.block_causal(300, 700, block=100, like=here),
+            "documents": BlockMask.documents(here[None, :300].int(), here.int()),
+            "documents, batch": BlockMask.documents(torch.stack([here, here // 2])),
+            "prefix": BlockMask.prefix_lm(300, 700, prefix=lengths.to(where)),
+            "dilated": BlockMask.dilated(300, 700, dilation=3, window=(200, 5), like=here),
+            "sliding, global": BlockMask.sliding_global(300, 700, window=(100, 30), n_global=70, like=here),
+        }
+
+    for (name, found), known in zip(build("cuda").items(), build("cpu").values(), strict=True):
+        assert found.words.is_cuda and found.shape == known.shape and found.counts == known.counts, name
+        assert torch.equal(found.to_dense().cpu(), known.to_dense()) and found.density == known.density, name
+
+
+def test_a_call_with_a_mask_can_be_captured(gpu):
+    """The lists are made on the device: a graph that was captured heeds another mask in the same memory."""
+    torch = pytest.importorskip("torch")
+    import numbaflash
+
+    q, k, v = (torch.randn(1, 640, 4, 64, device="cuda", dtype=torch.bfloat16 if "bfloat16" in gpu.dtypes else torch.float32) for _ in "qkv")
+    mask = torch.zeros(1, 1, 640, 640, device="cuda", dtype=torch.bool)
+    with dispatch.use_family(gpu.family):
+        numbaflash.forward(q, k, v, mask=mask)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = numbaflash.forward(q, k, v, mask=mask)
+        for _ in range(3):
+            mask.copy_((torch.rand(10, 10, device="cuda") < 0.3).repeat_interleave(64, 0).repeat_interleave(64, 1))
+            graph.replay()
+            assert torch.equal(out, numbaflash.forward(q, k, v, mask=mask))
 
 
 def _run(case):

@@ -205,7 +205,9 @@ class Model:
         self.config = config = replace(forward_config(self.problem, self.layouts), q_tile=64, kv_block=32, **changes)
         self.plain, self.first = kernel_keys(self.problem)
         VectorOps.memory = readable(*(each.bits for each in self.memory.values()))
-        self.options = [argument(x, case, self.memory) for x in config.options.arguments(self.problem, self.layouts, self.first, sm90.lists_of(problem, config))]
+        self.options = [
+            argument(x, case, self.memory) for x in config.options.arguments(self.problem, self.layouts, self.first, sm90.lists_of(problem, config))
+        ]
         of, pack = Scores(config.kv_block, config.options), config.pack
         self.band = Band(64, config.kv_block, pack, config.left, config.right, padded=config.options.seqlens_q is not None)
         self.of_tile, self.of_warpgroup, self.limits = self.band.of_tile(), self.band.of_warpgroup(), self.band.limits()
@@ -651,7 +653,18 @@ class GradientModel:
                 if masked and fetch_mask:
                     place = np.int32(batch), np.int32(head), bounds[0], np.int32(problem.seqlen_k)
                     mask_words = fetch_mask(key, column, block, *place, options)
-                given = [s[x] for x in at], [shift[x] for x in of_columns], words, mask_words, seat, block, np.int32(head), limits, scale_log2, options
+                given = (
+                    [s[x] for x in at],
+                    [shift[x] for x in of_columns],
+                    words,
+                    mask_words,
+                    seat,
+                    block,
+                    np.int32(head),
+                    limits,
+                    scale_log2,
+                    options,
+                )
                 weights, signed = weigh[masked](*given)
                 found = differentiate[masked](signed, [dp[x] for x in at], [delta[x] for x in of_columns], options)
                 for x, weight, gradient in zip(at, weights, found, strict=True):

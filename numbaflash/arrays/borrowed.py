@@ -113,7 +113,9 @@ class Lender(Library):
         if facts.kind == "cpu":
             return array
         if self.name != "Numba":
-            raise UnsupportedError(f"{self.name} cannot be asked for memory on the GPU, which a BlockMask needs; pass arrays of CuPy, PyTorch, JAX or Numba")
+            raise UnsupportedError(
+                f"{self.name} cannot be asked for memory on the GPU, which a BlockMask needs; pass arrays of CuPy, PyTorch, JAX or Numba"
+            )
         made = device().empty(facts.index or 0, array.shape, array.dtype, None)
         made.copy_to_device(array)
         return made

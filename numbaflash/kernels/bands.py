@@ -101,7 +101,6 @@ class Band:
             lasts.append(ops.minimum(key + right, end) if self.right else end)
         return [*firsts, *lasts]
 
-
     def limits_of_thread(self):
         """``f(row, lane, bounds)``: the same from a thread's lane, without registers that are kept for it."""
 

@@ -175,7 +175,9 @@ def fill_mask(recipe: str, rng: np.random.Generator, shape):
         else:
             ends = np.sort(rng.integers(0, max(rows, columns) + 1, 3))
             seen = np.searchsorted(ends, i, "right") == np.searchsorted(ends, j, "right")
-        return np.broadcast_to(seen.reshape((1,) * (len(shape) - 2) + seen.shape) if len(shape) > 1 else seen[0, : shape[-1]] if shape else seen[0, 0], shape)
+        return np.broadcast_to(
+            seen.reshape((1,) * (len(shape) - 2) + seen.shape) if len(shape) > 1 else seen[0, : shape[-1]] if shape else seen[0, 0], shape
+        )
     return rng.random(shape) < {"random": 0.5, "all": 1.0, "none": 0.0}[recipe]
 
 

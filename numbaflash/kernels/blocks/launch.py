@@ -13,6 +13,8 @@ from .layout import words as words_of
 
 _BUILD = "numbaflash.kernels.blocks."
 _PAGE = 256  # bytes that parts of the workspace are multiples of
+
+
 def _whole(size):
     return -(-size // _PAGE) * _PAGE
 
@@ -154,12 +156,7 @@ class Lists:
         batch, heads, rows, columns = self._summary
         _, _, queries, keys = self.problem.mask
         start = self.first_key * strides[3]
-        fours = (
-            strides[3] == 1
-            and keys % 4 == 0
-            and layout.alignment % 4 == 0
-            and not any(step % 4 for step in (start, *strides[:3]))
-        )
+        fours = strides[3] == 1 and keys % 4 == 0 and layout.alignment % 4 == 0 and not any(step % 4 for step in (start, *strides[:3]))
         parameters = [
             toolchain.Pointer("mask", start),
             *(toolchain.Scalar("int64", step) for step in strides),
@@ -188,7 +185,10 @@ class Lists:
         parameters = [*self._words(layouts)]
         for name in ("seqlens_q", "seqlens_k"):
             layout = getattr(layouts, name)
-            parameters += [toolchain.Pointer(name) if layout else toolchain.Scalar("uint64", 0), toolchain.Scalar("int64", layout.strides[0] if layout else 0)]
+            parameters += [
+                toolchain.Pointer(name) if layout else toolchain.Scalar("uint64", 0),
+                toolchain.Scalar("int64", layout.strides[0] if layout else 0),
+            ]
         sizes = (problem.seqlen_q, problem.seqlen_k, problem.offset, problem.left or 0, problem.right or 0)
         heads = self.heads if self._mask[1] > 1 else 1
         parameters += [
@@ -269,9 +269,7 @@ def build(home, like, facts, shape, rule, offset, numbers, given, make=None):
     words = home.allocator(like, (batch, heads, words_of(seqlen_q, seqlen_k, int(found[:, 0].max()))), "int32")(None)
     home.clear(words, None)
     addresses["block_mask"] = home.address(words)
-    launch(
-        "build_bits", [*written, toolchain.Pointer("block_mask"), *(toolchain.Scalar("int32", n) for n in (words.shape[2], states_of_mask))]
-    )
+    launch("build_bits", [*written, toolchain.Pointer("block_mask"), *(toolchain.Scalar("int32", n) for n in (words.shape[2], states_of_mask))])
     partial, full = (int(n) for n in found.sum(axis=0))
     return words, Counts(full, partial, blocks - full - partial)
 

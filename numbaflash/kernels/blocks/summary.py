@@ -42,7 +42,9 @@ def build(config: SummaryConfig) -> KernelSource:
         return [ops.truth(word != 0), ops.truth(highest == ~low)]
 
     look = straight_line(types.UniTuple(int32, 2), (types.int64, *(int32,) * 4, *(types.int64,) * 4), look)
-    put = straight_line(void, (types.int64, int32, int32, int32), lambda ops, words, at, value, writes: ops.put(words + ops.wide(at) * 4, value, writes > 0))
+    put = straight_line(
+        void, (types.int64, int32, int32, int32), lambda ops, words, at, value, writes: ops.put(words + ops.wide(at) * 4, value, writes > 0)
+    )
 
     def summarise(mask, of_batch, of_head, of_row, of_column, words, heads, rows, columns, queries, keys):
         granule, thread = cuda.blockIdx.x, cuda.threadIdx.x

@@ -59,9 +59,7 @@ def prepare_lists(lists: Lists | None, plan: Plan, make) -> list[Launch]:
     simulated = plan.device.kind == "cpu"
     listed = lists.launches(plan.layouts, plan.device.capability, simulated) if lists else []
     names = operands(plan.problem, plan.direction)
-    return [
-        make(wanted, given, grid=(blocks,), threads=threads, device=plan.device, operands=names) for wanted, given, blocks, threads in listed
-    ]
+    return [make(wanted, given, grid=(blocks,), threads=threads, device=plan.device, operands=names) for wanted, given, blocks, threads in listed]
 
 
 class Launches:

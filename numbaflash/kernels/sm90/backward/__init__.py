@@ -312,7 +312,10 @@ def _search_parameters(plan, always=False):
     if not (config.behind_sink or always):
         return []
     integers = (problem.seqlen_q, problem.seqlen_k, problem.offset, problem.left or 0, problem.right or 0)
-    return [*(toolchain.Scalar("int32", n) for n in integers), *config.of_products.options.arguments(problem, plan.layouts, lists=_Workspace(problem, config).lists)]
+    return [
+        *(toolchain.Scalar("int32", n) for n in integers),
+        *config.of_products.options.arguments(problem, plan.layouts, lists=_Workspace(problem, config).lists),
+    ]
 
 
 def prepare(plan: Plan) -> Launch:

@@ -29,7 +29,8 @@ ALL = 1  # named barrier of all consumers
 MAY_ADD, ADDED = 2, 5  # of the first consumer, shared with the warp that keeps its turns
 
 Consumer = namedtuple(
-    "Consumer", "w thread lane limits k v q_half dout_half pds first_query k_part q_part dout_part columns scale_log2 first_head group seat options spot"
+    "Consumer",
+    "w thread lane limits k v q_half dout_half pds first_query k_part q_part dout_part columns scale_log2 first_head group seat options spot",
 )
 """What a step needs beside its state: descriptors, addresses, and the queries that the thread's keys are seen by."""
 
@@ -127,7 +128,12 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     key_of_thread = straight_line(int32, (int32,) * 2, lambda ops, n, thread: n * kv_tile + (thread >> 5) * 16 + ((thread & 31) >> 2))
 
     place_anew = straight_line(  # (first key, first column) of a thread, for which no registers are kept
-        UniTuple(int32, 2), (int32,) * 4, lambda ops, n, w, thread, columns: [n * kv_tile + (ops.opaque(thread) >> 5) * 16 + ((ops.opaque(thread) & 31) >> 2), ops.opaque(columns) >> 2]
+        UniTuple(int32, 2),
+        (int32,) * 4,
+        lambda ops, n, w, thread, columns: [
+            n * kv_tile + (ops.opaque(thread) >> 5) * 16 + ((ops.opaque(thread) & 31) >> 2),
+            ops.opaque(columns) >> 2,
+        ],
     )
     make_weights = weighing(of_scores, memory, limits_of_keys, place_anew)
 

@@ -115,7 +115,12 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     key_of_thread = straight_line(int32, (int32,) * 3, lambda ops, n, w, thread: n * kv_tile + w * 64 + (thread >> 5) * 16 + ((thread & 31) >> 2))
 
     place_anew = straight_line(  # (first key, first column) of a thread, for which no registers are kept
-        UniTuple(int32, 2), (int32,) * 4, lambda ops, n, w, thread, columns: [n * kv_tile + w * 64 + (ops.opaque(thread) >> 5) * 16 + ((ops.opaque(thread) & 31) >> 2), ops.opaque(columns) >> 2]
+        UniTuple(int32, 2),
+        (int32,) * 4,
+        lambda ops, n, w, thread, columns: [
+            n * kv_tile + w * 64 + (ops.opaque(thread) >> 5) * 16 + ((ops.opaque(thread) & 31) >> 2),
+            ops.opaque(columns) >> 2,
+        ],
     )
     make_weights = weighing(of_scores, memory, limits_of_keys, place_anew)
 

@@ -49,7 +49,12 @@ def build(config: BackwardConfig) -> KernelSource:
     lengths, options_of = config.options.lengths, config.options
     band = KeyBand(kv_tile, q_block, config.left, config.right, padded=lengths)
     of_scores, listed = Scores(q_block, options_of), options_of.masked
-    bounds_of_entry, walk_of_list, entry_of, rank_of = of_scores.bounds_of_entry(False), of_scores.walk_of_list(), of_scores.entry(), of_scores.rank_of()
+    bounds_of_entry, walk_of_list, entry_of, rank_of = (
+        of_scores.bounds_of_entry(False),
+        of_scores.walk_of_list(),
+        of_scores.entry(),
+        of_scores.rank_of(),
+    )
     is_packed = options_of.packed
     if is_packed:
         sequences = packed.Sequences(options_of, "k", kv_tile)
@@ -305,7 +310,9 @@ def build(config: BackwardConfig) -> KernelSource:
                     if listed:
                         m, ahead = begin(m, onward, options)
                     while m >= 0 if listed else step < steps:
-                        _, counter = part_at(sums, turns, part, block_number(batch, head_of(kv_head, group, member), heads, q_blocks, block_in(m), base))
+                        _, counter = part_at(
+                            sums, turns, part, block_number(batch, head_of(kv_head, group, member), heads, q_blocks, block_in(m), base)
+                        )
                         if warp.elect() != 0:
                             bulk.wait_turn(counter, turn_of(n, block_in(m), batch, kv_head, bounds, kv_tiles, q_blocks, options))
                         cuda.syncwarp()
