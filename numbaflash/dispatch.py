@@ -105,8 +105,8 @@ def contiguous_strides(shape, itemsize: int) -> tuple[int, ...]:
 class Layouts:
     """Layout of every operand of a call. ``lse`` is None when nobody asked for it, and so is what the problem has not.
 
-    ``mask`` and ``bias`` have 4 axes, ``block_mask`` 3 and ``alibi_slopes`` 2, with strides of 0 along those that are broadcast. Packed arrays have an axis less than
-    padded ones, as `Problem` says.
+    ``mask`` and ``bias`` have 4 axes, ``block_mask`` 3 and ``alibi_slopes`` 2, with strides of 0 along those that are broadcast. Packed arrays have
+    an axis less than padded ones, as `Problem` says.
     """
 
     q: Layout

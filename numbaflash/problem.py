@@ -242,8 +242,8 @@ class Problem:
         }[name]
 
     def shape_of(self, operand: str) -> tuple[int, ...]:
-        """Shape of an operand of a forward or backward call but the workspace, a gradient too; mask and bias with all 4 axes, block masks with 3, ALiBi
-        slopes with 2."""
+        """Shape of an operand of a forward or backward call but the workspace, a gradient too; mask and bias with all 4 axes, block masks with 3,
+        ALiBi slopes with 2."""
         name = _primal(operand)
         return self._present_option(name)[0] if name in OPTIONS + PACKED else getattr(self, f"{name}_shape")
 
@@ -325,9 +325,9 @@ def make_problem(
     softcap : float, optional
         Finite and positive. 0 is refused: some libraries mean "no cap" by it, yet the formula's limit at 0 makes every score 0.
     mask, block_mask, bias, alibi_slopes, sinks, seqlens_q, seqlens_k : (tuple of int, str), optional
-        Shape and dtype of these arrays: block_mask that of `numbaflash.BlockMask.words`, mask bool and bias a float, of up to 4 axes that broadcast to (batch, heads, seqlen_q, seqlen_k), heads
-        being those of q; alibi_slopes float32, (heads,) or (batch, heads); sinks float32 (float64 for float64), (heads,); lengths int32 or int64,
-        (batch,).
+        Shape and dtype of these arrays: block_mask that of `numbaflash.BlockMask.words`, mask bool and bias a float, of up to 4 axes that broadcast
+        to (batch, heads, seqlen_q, seqlen_k), heads being those of q; alibi_slopes float32, (heads,) or (batch, heads); sinks float32 (float64 for
+        float64), (heads,); lengths int32 or int64, (batch,).
     dropout : float, optional
         From 0 to below 1, taken to the nearest multiple of 2**-16 (but never to 0 or 1), of which results are exactly unbiased.
 

@@ -113,7 +113,7 @@ def features_markdown() -> str:
     lines = ["| option | " + " | ".join(f"`{name}`" for name in dispatch.FAMILIES) + " |", "|" + " --- |" * (1 + len(dispatch.FAMILIES))]
     for name, cells in features().items():
         gradient = ", with its gradient" if name in DIFFERENTIABLE_OPTIONS else ""
-        name = name if name == PACKED_FEATURE else f"`{name}`"
+        name = {PACKED_FEATURE: name, "block_mask": "`mask` that is a `BlockMask`"}.get(name, f"`{name}`")
         lines.append(f"| {name}{gradient} | " + " | ".join(cells.values()) + " |")
     return "\n".join(lines)
 

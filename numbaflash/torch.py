@@ -19,8 +19,8 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from . import api, varlen
-from .block_mask import BlockMask, given_mask, mask_arrays
 from .arrays.torch import TORCH, recorded
+from .block_mask import BlockMask, given_mask, mask_arrays
 from .dispatch import forced_family, use_family
 from .problem import (
     CONSTANT_OPTIONS,

@@ -27,7 +27,7 @@ RULES = {
     "prefix": (BlockMask.prefix_lm(SQ, SK, prefix=100, like=LIKE), (J <= PLACE) | (J < 100)),
     "prefix of each entry": (
         BlockMask.prefix_lm(SQ, SK, prefix=np.array([0, 250, 2**40]), offset=0),
-        ((J <= I) | (J < np.array([0, 250, 2**40])[:, None, None]))[:, None],
+        ((J <= I) | (np.array([0, 250, 2**40])[:, None, None] > J))[:, None],
     ),
     "dilated": (BlockMask.dilated(SQ, SK, dilation=3, like=LIKE), (PLACE - J) % 3 == 0),
     "dilated, window": (
@@ -118,8 +118,8 @@ def test_explain():
 
 X = np.zeros((2, 100, 4, 16), np.float32)
 REFUSED = {
-    "another length": (ValueError, r"mask must broadcast to .*\(2, 4, 100, 100\)", lambda: nf.forward(X, X, X, mask=BlockMask.documents(np.zeros(99, int)))),
-    "another batch": (ValueError, "mask must broadcast", lambda: nf.forward(X, X, X, mask=BlockMask.documents(np.zeros((3, 100), int)))),
+    "another length": (ValueError, r"mask must broadcast to .*\(2, 4, 100, 100\)", lambda: nf.forward(X, X, X, mask=BlockMask.documents(np.zeros(99,
+    int)))), "another batch": (ValueError, "mask must broadcast", lambda: nf.forward(X, X, X, mask=BlockMask.documents(np.zeros((3, 100), int)))),
     "integers": (TypeError, "mask must be bool", lambda: nf.forward(X, X, X, mask=BlockMask.documents(np.zeros(100, int)).words)),
     "packed": (ValueError, "packed sequences have no mask", lambda: nf.explain(
         X[0], X[0], X[0], cu_seqlens_q=np.array([0, 100]), cu_seqlens_k=np.array([0, 100]), mask=BlockMask.documents(np.zeros(100, int)))),

@@ -16,8 +16,8 @@ import packed
 import pytest
 
 from numbaflash import dispatch, reference, testing, toolchain
-from numbaflash.dispatch import BackwardLayouts, Device, Layout, Layouts, contiguous_strides
 from numbaflash.block_mask import BlockMask
+from numbaflash.dispatch import BackwardLayouts, Device, Layout, Layouts, contiguous_strides
 from numbaflash.kernels import bands, packing, sm90
 from numbaflash.kernels.bands import Band, KeyBand
 from numbaflash.kernels.blocks.launch import Lists

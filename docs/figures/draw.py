@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from numbaflash import reference
+from numbaflash import BlockMask, reference
+from numbaflash.plotting import _picture
 from numbaflash.problem import make_packed_problem, make_problem
 from numbaflash.reference import visible
 
@@ -292,6 +293,32 @@ def mask() -> Svg:
     )
 
 
+def blocks() -> Svg:
+    """Which blocks of masks are full, partial and empty, as `numbaflash.plot_mask` shows them."""
+    tokens, like = 1280, np.zeros(1, np.float32)
+    rules = (
+        ("documents, causal", BlockMask.documents(np.repeat(np.arange(4), (400, 200, 380, 300))), True),
+        ("block-causal", BlockMask.block_causal(tokens, block=256, like=like), False),
+        ("prefix-LM", BlockMask.prefix_lm(tokens, prefix=400, like=like), False),
+        ("sliding + global", BlockMask.sliding_global(tokens, window=(150, 150), n_global=100, like=like), False),
+    )
+    cell, step = 11, 250
+    svg = Svg(step * len(rules) + 20, 292)
+    for n, (title, made, causal) in enumerate(rules):
+        x = 20 + n * step
+        states, _ = _picture(made, 0, 0, causal, (None, None))
+        seen = (states > 0).mean()
+        svg.text(x, 24, title, 13, weight="bold")
+        svg.text(x, 42, f"{seen:.0%} of the blocks are computed", 12, SOFT)
+        for (i, j), state in np.ndenumerate(states):
+            fill = {0: SKIPPED, 1: INSIDE, 2: BORDER}[int(state)]
+            svg.rect(x + j * cell, 54 + i * cell, cell - 1, cell - 1, fill, "none", radius=1)
+    for x, fill, words in ((20, INSIDE, "full: no mask is read"), (190, BORDER, "partial: its bits are"), (350, SKIPPED, "empty: skipped")):
+        svg.rect(x, 282 - 13, 13, 13, fill, "none")
+        svg.text(x + 19, 280, words, 12, SOFT)
+    return svg
+
+
 def bias() -> Svg:
     """A table of relative positions."""
     away = np.arange(N) - np.arange(N)[:, None]
@@ -369,7 +396,7 @@ def packed() -> Svg:
     )
 
 
-FIGURES = {"tiling": tiling, "band": band, "backward": backward, "mask": mask, "bias": bias, "alibi": alibi, "softcap": softcap}
+FIGURES = {"tiling": tiling, "band": band, "backward": backward, "mask": mask, "blocks": blocks, "bias": bias, "alibi": alibi, "softcap": softcap}
 FIGURES |= {"dropout": dropout, "sinks": sinks, "padded": padded, "packed": packed}
 
 if __name__ == "__main__":

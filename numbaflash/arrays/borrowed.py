@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from ..block_mask import BlockMask, given_mask, mask_arrays
 from ..dispatch import ALL_OPERANDS
 from ..problem import PACKED, UnsupportedError
-from ..block_mask import BlockMask, given_mask, mask_arrays
 from . import numpy as host
 from .base import ITEMSIZE, Facts, Library, contiguous_strides
 from .streams import LEGACY_DEFAULT, stream_handle

@@ -1,7 +1,8 @@
-"""A `numbaflash.BlockMask` made on the GPU, of a rule or of an array of bool: nothing of size seqlen_q x seqlen_k is there at any time but that array.
+"""A `numbaflash.BlockMask` made on the GPU, of a rule or of an array of bool: nothing of size seqlen_q x seqlen_k is there at any time but that
+array.
 
-Two launches, between which the host learns how many granules are partial: `build_states` looks at all pairs and keeps a word a granule, `build_bits` at
-those of the partial granules once more and keeps their bits. One block of threads has one granule, a thread 16 pairs of a row.
+Two launches, between which the host learns how many granules are partial: `build_states` looks at all pairs and keeps a word a granule, `build_bits`
+at those of the partial granules once more and keeps their bits. One block of threads has one granule, a thread 16 pairs of a row.
 """
 
 from __future__ import annotations

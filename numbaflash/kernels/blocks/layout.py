@@ -38,7 +38,8 @@ def bits_at(seqlen_q: int, seqlen_k: int) -> int:
 
 
 def capacity(partial: int) -> int:
-    """Room for so many partial granules: somewhat more, so that masks of about one size have words of one shape, and calls with them are of one kind."""
+    """Room for so many partial granules: somewhat more, so that masks of about one size have words of one shape, and calls with them are of one
+    kind."""
     step = max(1, 1 << max(0, partial.bit_length() - 3))
     return -(-partial // step) * step
 

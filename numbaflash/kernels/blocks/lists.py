@@ -1,8 +1,8 @@
 """The blocks that a tile steps through: those of which some pair is seen, by mask, band and lengths together.
 
-A list is a count, `END`, the entries, and twice `END`. An entry is twice the number of a block, and one more where some pair of the tile and the block is
-hidden: only there do kernels look at the mask, the band and the lengths. A tile is one of queries, which steps through blocks of keys, or one of keys,
-which steps through blocks of queries. Heads that share a tile share its list: what one of them sees is in it.
+A list is a count, `END`, the entries, and twice `END`. An entry is twice the number of a block, and one more where some pair of the tile and the
+block is hidden: only there do kernels look at the mask, the band and the lengths. A tile is one of queries, which steps through blocks of keys, or
+one of keys, which steps through blocks of queries. Heads that share a tile share its list: what one of them sees is in it.
 
 `build_ranks` numbers, for each block of queries, the tiles of keys that have it in their lists: their turns, where they add in order.
 """
@@ -63,7 +63,8 @@ PARAMETERS = (
     *("seqlens_q", "seqlens_q_batch", "seqlens_k", "seqlens_k_batch", "out"),
     *("seqlen_q", "seqlen_k", "offset", "left", "right", "list_heads", "heads", "q_blocks", "k_blocks"),
 )
-"""Of both kernels: addresses and strides in bytes, the address of the results, and sizes: lists along heads, heads that share one, blocks of a head."""
+"""Of both kernels: addresses and strides in bytes, the address of the results, and sizes: lists along heads, heads that share one, blocks of a
+head."""
 
 _SIGNATURE = types.void(uint64, *[types.int64] * 4, uint64, types.int64, uint64, types.int64, uint64, *[int32] * 9)
 
@@ -193,8 +194,8 @@ def build_lists(config: ListsConfig) -> KernelSource:
 
 
 def build_ranks(config: ListsConfig) -> KernelSource:
-    """For each tile of keys and block of queries, in how many lists of tiles before it the block is: tiles of smaller keys, or ``descending`` of larger
-    ones. A thread numbers the tiles of one block; what is not in a tile's list has a number, too, that nobody reads."""
+    """For each tile of keys and block of queries, in how many lists of tiles before it the block is: tiles of smaller keys, or ``descending`` of
+    larger ones. A thread numbers the tiles of one block; what is not in a tile's list has a number, too, that nobody reads."""
     bounds_of, flag_of, put = _classifying(config)
     threads, descending = config.threads, config.descending
 

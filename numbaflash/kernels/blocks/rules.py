@@ -1,7 +1,7 @@
 """Rules that say which keys a query sees: one formula each, for NumPy arrays and for registers of a kernel.
 
-``place`` is the key beside which a query stands, ``i + offset``. ``of_query`` and ``of_key`` are what an array of the rule holds for the pair, and what
-is in ``numbers`` is known when the kernel is launched; fields of a rule are compiled in.
+``place`` is the key beside which a query stands, ``i + offset``. ``of_query`` and ``of_key`` are what an array of the rule holds for the pair, and
+what is in ``numbers`` is known when the kernel is launched; fields of a rule are compiled in.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ class SummaryConfig:
 
 
 def build(config: SummaryConfig) -> KernelSource:
-    """The kernel. Its parameters: the mask and its strides along batch, heads, queries and keys; the words; heads, rows and columns of granules, queries
-    and keys that there are along axes that are not broadcast, and 1 along others."""
+    """The kernel. Its parameters: the mask and its strides along batch, heads, queries and keys; the words; heads, rows and columns of granules,
+    queries and keys that there are along axes that are not broadcast, and 1 along others."""
     threads, fours = config.threads, config.fours
 
     def look(ops, mask, batch, head, row, column, of_batch, of_head, of_row, of_column):

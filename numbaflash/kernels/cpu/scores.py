@@ -47,8 +47,8 @@ OPTION_INTEGERS = (
 OPTION_NUMBERS = ("softcap", "keep_factor")
 """
 ``{option}_{axis}`` are strides, ``{lengths}_step`` another one and ``{lengths}_size`` the bytes of a length. ``softcap`` is in the units of the
-scores; ``keep_limit`` and ``keep_factor`` say which weights dropout keeps, and what they are multiplied by. ``mask_bits`` are the bytes from the words of a
-block mask to its bits.
+scores; ``keep_limit`` and ``keep_factor`` say which weights dropout keeps, and what they are multiplied by. ``mask_bits`` are the bytes from the
+words of a block mask to its bits.
 """
 
 NOTHING, SOMETHING, EVERYTHING = 0, 1, 2

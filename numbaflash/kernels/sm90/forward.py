@@ -44,8 +44,8 @@ Ring = namedtuple("Ring", "k v k_full k_empty v_full v_empty")
 """Addresses of the first stages of K and V, and of their barriers."""
 
 Consumer = namedtuple("Consumer", "q limits lane turn next_turn scratch scale_log2 seat options spot")
-"""What a step of the main loop needs beside its state: the descriptor of the warpgroup's Q, the keys that the thread's rows see, ... Where blocks come
-from a list, ``spot`` is (row, batch, head, bounds), from which what is hidden in one is found anew."""
+"""What a step of the main loop needs beside its state: the descriptor of the warpgroup's Q, the keys that the thread's rows see, ... Where blocks
+come from a list, ``spot`` is (row, batch, head, bounds), from which what is hidden in one is found anew."""
 
 NO_LSE = np.uint64(0)
 
@@ -178,11 +178,10 @@ def build(config: ForwardConfig) -> KernelSource:
                 s = change(s, words if reads else no_words(), my.seat, j, my.options)
             if masked:
                 s = mask_border(s, j, my.limits)
-            if listed:
-                if partial != 0:
-                    row, batch, head, bounds = my.spot
-                    s = mask_first(s, j, limits_anew(row, my.lane, bounds))
-                    s = hide(s, mask_words, row, my.lane, j, batch, head, bounds[0], bounds[1], my.options)
+            if listed and partial != 0:
+                row, batch, head, bounds = my.spot
+                s = mask_first(s, j, limits_anew(row, my.lane, bounds))
+                s = hide(s, mask_words, row, my.lane, j, batch, head, bounds[0], bounds[1], my.options)
             p, statistics, sums = online_softmax(s, statistics, my.scale_log2)
             if drops:
                 p = drop(p, my.seat, j, my.options)

@@ -275,8 +275,8 @@ def _float32(x: float) -> float:
 
 
 def kernel_keys(problem: Problem) -> tuple[Problem, int]:
-    """The problem over the keys that a kernel counts, and the number of keys before them: those that some query may see, and with dropout or a mask as
-    many before them as let blocks start where its random bits or granules do."""
+    """The problem over the keys that a kernel counts, and the number of keys before them: those that some query may see, and with dropout or a mask
+    as many before them as let blocks start where its random bits or granules do."""
     trimmed, first = trim_keys(problem)
     more = first % (GRANULE if problem.masked else KEYS_OF_A_DRAW if problem.dropout else 1)
     if not more:

@@ -4,8 +4,8 @@ The gradients share both; what they do with a block of scores, whose rows are ke
 
 A thread has columns ``2 * (lane % 4) + 8 * n + {0, 1}`` of two rows, 8 apart, of a block of scores (`numbaflash.ptx.fragment`). What it needs to
 know of its rows in a tile it finds out once, as its *seat*; what it reads for a block, elements of the bias and, where the block's entry in the list
-of its tile says that some pair is hidden, of the mask, are the block's *words*, which can be on their way while the products are. In the forward rows are queries (with packed heads, the heads of one query after the other) and
-columns are keys.
+of its tile says that some pair is hidden, of the mask, are the block's *words*, which can be on their way while the products are. In the forward
+rows are queries (with packed heads, the heads of one query after the other) and columns are keys.
 
 With an option that changes scores they are in natural units from there on, and so are m and the LSE; else they are bare products.
 """
@@ -299,7 +299,8 @@ class Scores:
     # ---- the list of a tile
 
     def list_at(self):
-        """``f(tile, batch, head, options) -> address`` of the first entry of the list of a tile of a batch entry and a head (or heads that share it)."""
+        """``f(tile, batch, head, options) -> address`` of the first entry of the list of a tile of a batch entry and a head (or heads that share
+        it)."""
 
         def body(ops, tile, batch, head, options):
             return self._list_at(ops, self._named(options), tile, batch, head)

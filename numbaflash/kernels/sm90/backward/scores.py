@@ -152,8 +152,9 @@ class KeyScores:
         return types.UniTuple(I32, max(1, count if self.options.masked else 1))
 
     def fetch_mask(self):
-        """``f(key, query, block, batch, head, seqlen_q, seqlen_k, options) -> mask_words`` of keys ``key`` and ``key + 8`` and queries from ``query`` of
-        the block on; nothing beyond the last query there is. Few blocks need it, so no register is kept for it: where things lie is found anew."""
+        """``f(key, query, block, batch, head, seqlen_q, seqlen_k, options) -> mask_words`` of keys ``key`` and ``key + 8`` and queries from
+        ``query`` of the block on; nothing beyond the last query there is. Few blocks need it, so no register is kept for it: where things lie is
+        found anew."""
         access = self.options.mask
 
         def body(ops, key, query, number, batch, head, seqlen_q, seqlen_k, options):
