@@ -164,9 +164,7 @@ GPU_FAMILIES = tuple(name for name in dispatch.FAMILIES if name != "cpu")
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU")
-    config.addinivalue_line("markers", "xdist_group(name): tests that share something slow to make; workers of xdist take such a group whole")
-    if config.pluginmanager.hasplugin("xdist") and config.getoption("dist") == "load":
-        config.option.dist = "loadgroup"
+    config.addinivalue_line("markers", "xdist_group(name): tests that share something slow to make; under --dist loadgroup a worker takes them whole")
 
 
 @pytest.hookimpl(tryfirst=True)
