@@ -240,7 +240,7 @@ def forward_config(problem: Problem, layouts: Layouts | None = None) -> ForwardC
         right=problem.right is not None,
         registers=registers,
         pack=pack,
-        negative_scale=problem.scale < 0 and not options.changes,
+        negative_scale=problem.scale < 0 and options.unit == "scale",
         options=options,
         **tiles,
     )

@@ -20,7 +20,7 @@ from functools import reduce
 import numpy as np
 from numba import cuda
 from numba.cuda import types
-from numba.cuda.types import UniTuple, float32, int32, uint64, void
+from numba.cuda.types import UniTuple, float32, int32, uint32, uint64, void
 
 from ...ptx import fragment, mbarrier, pipeline, shared, tma, warp, wgmma
 from ...ptx.index import following, minus, plus, preceding, warp_of, warpgroup_of, within_warp, zero
@@ -88,6 +88,9 @@ def build(config: ForwardConfig) -> KernelSource:
     of_scores = Scores(kv_block, options_of)
     bounds_of_entry, take_seat, finish = of_scores.bounds_of_entry(has_right), of_scores.take_seat(pack), of_scores.finish(pack)
     fetch, fetch_first, change, drop = of_scores.fetch(False), of_scores.fetch(True), of_scores.change(), of_scores.drop()
+    if drops:
+        draw, hold_back_bits = of_scores.draw(), fragment.hold_back_words(kv_block // 4)
+        nought_at = straight_line(uint32, (uint32,), lambda ops, scratch: scratch + 12)
     no_words = straight_line(of_scores.words, (), lambda ops: [ops.integer(0)] * len(of_scores.words))
     hide = of_scores.hide() if hides else None
     inspect = unseen.build(config) if inspected else None
@@ -161,6 +164,10 @@ def build(config: ForwardConfig) -> KernelSource:
                 warp.barrier_arrive(my.next_turn, 256)
             if reads:
                 words = fetch(my.seat, j, my.options)
+            if drops:
+                # After the turn is ceded, which ptxas sees by the load, and before the wait, which it sees by the store.
+                drawn = draw(my.seat, j, shared.load(nought_at(my.scratch)), my.options)
+                hold_back_bits(my.scratch, drawn)
             s = wait_scores_only(s)
             pipeline.release(ring.k_empty, place, my.lane)
             if negative_scale:
@@ -173,7 +180,7 @@ def build(config: ForwardConfig) -> KernelSource:
                 s = hide(s, words)
             p, statistics, sums = online_softmax(s, statistics, my.scale_log2)
             if drops:
-                p = drop(p, my.seat, j, my.options)
+                p = drop(p, drawn, my.options)
             if held:
                 hold_back(my.scratch, sums)
             acc, p = wait_out_and_p(acc, p)
@@ -271,6 +278,8 @@ def build(config: ForwardConfig) -> KernelSource:
             init_empty(v_empty)
             if inspected:
                 init_seen(v_seen)
+            if drops:
+                shared.store(nought_at(scratch), 0)
             mbarrier.fence_init()
         first_q = zero()
         first_k = zero()
@@ -383,6 +392,8 @@ def build(config: ForwardConfig) -> KernelSource:
                     s = scores(my.q, k_operand(s_k, place))
                     if reads:
                         words = fetch_first(seat, j, options)
+                    if drops:
+                        drawn = draw(seat, j, zero(), options)
                     s = wait_scores(s)
                     pipeline.release(k_empty, place, lane)
                     if negative_scale:
@@ -394,7 +405,7 @@ def build(config: ForwardConfig) -> KernelSource:
                         s = hide(s, words)
                     p, statistics, _ = online_softmax(s, statistics, scale_log2)
                     if drops:
-                        p = drop(p, seat, j, options)
+                        p = drop(p, drawn, options)
                     p16 = p_to_16bit(p)
                     j = preceding(j)
 

@@ -15,6 +15,9 @@ from ...problem import ITEMSIZE, PACKED_FEATURE, Problem, trim_keys
 FEATURES = frozenset({"softcap", "mask", "bias", "alibi_slopes", "sinks", "dropout", "seqlens_q", "seqlens_k", PACKED_FEATURE})
 """`Problem.features` that the kernels have, forward and gradients."""
 
+ROUND_KEYS = tuple((f"round{n}_low", f"round{n}_high") for n in range(10))
+"""Parameters whose lower and upper words are the keys of Philox's rounds: as operands of the kernel's constants they cost no instruction."""
+
 KEYS_OF_A_DRAW = 32
 """Keys that share random bits of dropout: blocks of keys start at multiples of it."""
 
@@ -30,7 +33,10 @@ _AXES = {
 }
 
 _LOW_CAP = 64.0
-"""Up to this softcap the error of tanh, 3e-7 of the cap, is one of a score's own rounding; see `scores.tanh`."""
+"""Up to this softcap tanh is the special-function unit's: its error, 2**-11 of a score, is as small as 16 bits have it; see `scores.tanh`."""
+
+_LEAST_SCALE = 2.0**-40
+"""From this scale on ALiBi's slopes are divided by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +90,11 @@ class Options:
 
     Attributes
     ----------
+    unit : str
+        What scores are multiples of, from the step on that changes them: the "scale", which leaves products as they are, the "cap", which leaves
+        tanh, or "one".
     softcap : str or None
-        "low" or "high": whether the error of its tanh may be relative to the cap, or must be to the score.
+        "low" or "high": how its tanh is computed.
     mask, bias : Access or None
     alibi, sinks, dropout : bool
     seqlens_q, seqlens_k : str or None
@@ -98,6 +107,7 @@ class Options:
         Results whose rows are written one by one where a sequence ends within a tile.
     """
 
+    unit: str = "scale"
     softcap: str | None = None
     mask: Access | None = None
     bias: Access | None = None
@@ -125,8 +135,10 @@ class Options:
             layout = layouts and getattr(layouts, name) or Layout(shape, contiguous_strides(shape, ITEMSIZE[problem.dtype_of(name)]))
             return access_of(name, problem, layout, pack)
 
+        softcap = None if problem.softcap is None else "low" if problem.softcap <= _LOW_CAP else "high"
         return cls(
-            softcap=None if problem.softcap is None else "low" if problem.softcap <= _LOW_CAP else "high",
+            unit=_unit(problem, softcap),
+            softcap=softcap,
             mask=access("mask"),
             bias=access("bias"),
             alibi=problem.alibi is not None,
@@ -170,7 +182,7 @@ class Options:
 
     @property
     def changes(self) -> bool:
-        """A score is more than a multiple of a product, and kept in natural units."""
+        """A score is more than a multiple of a product."""
         return bool(self.softcap or self.alibi or self.bias)
 
     @property
@@ -193,20 +205,28 @@ class Options:
         """Scores may be as low as float32 goes, where their multiples in base 2 are no numbers any more."""
         return self.bias is not None and self.bias.dtype != "float16"
 
+    def size_of_unit(self, problem: Problem) -> float:
+        """What a score of 1 is in natural units."""
+        return {"scale": problem.scale, "cap": problem.softcap, "one": 1.0}[self.unit]
+
     def parameters(self) -> tuple[tuple[str, str], ...]:
         """(name, dtype) of what the options add to the parameters of a kernel, in their order. "pointer" is an address."""
         found = []
         if self.softcap:
-            found += [("cap", "float32"), ("cap_exponent", "float32")]
-            found += [("cap_slope", "float32")] if self.softcap == "high" else []
-        elif self.changes:
+            found.append(("cap_slope", "float32"))
+            found += [("cap_exponent", "float32")] if self.softcap == "high" else []
+            found += [("cap", "float32")] if self.unit == "one" else []
+        elif self.unit == "one":
             found.append(("scale", "float32"))
+        if self.alibi:
+            found.append(("alibi_factor", "float32"))
         present = (self.mask, self.bias, self.alibi, self.sinks, self.seqlens_q, self.seqlens_k, self.cu_seqlens_q, self.cu_seqlens_k)
         for (name, axes), given in zip(_AXES.items(), present, strict=True):
             if given:
                 found += [(name, "pointer"), *((f"{name}_{axis}", "int64") for axis in axes)]
         if self.dropout:
-            found += [("first_key", "int32"), ("seed", "pointer"), ("keep_limit", "int32"), ("keep_factor", "float32")]
+            found += [("first_key", "int32"), ("keep_limit", "int32"), ("keep_factor", "float32")]
+            found += [(name, "pointer") for pair in ROUND_KEYS for name in pair]
         if self.packed:
             found += [("sequences", "int32"), ("total_q", "int32"), ("total_k", "int32")]
         for name in self.stored:
@@ -215,27 +235,38 @@ class Options:
 
     def arguments(self, problem: Problem, layouts: Layouts | BackwardLayouts, first: int = 0) -> list:
         """The same as the toolchain takes them, for the whole problem; the kernel counts keys from the ``first`` on."""
-        values = {"first_key": first, "scale": _float32(problem.scale)}
+        values, pointers = {"first_key": first, "scale": _float32(problem.scale)}, {name: (name, 0) for name in self.stored}
+        if self.alibi:
+            values["alibi_factor"] = _float32(-1.0 / self.size_of_unit(problem))
         if self.softcap:
             cap, slope = problem.softcap, problem.scale / problem.softcap
             values |= {"cap": cap, "cap_slope": _float32(slope), "cap_exponent": _float32(2 * math.log2(math.e) * slope)}
         if self.dropout:
-            from ..dropout import keep_limit  # which imports numba.cuda
+            from ..dropout import WEYL, keep_limit  # which imports numba.cuda
 
             values |= {"keep_limit": keep_limit(problem.dropout), "keep_factor": _float32(1.0 / (1.0 - problem.dropout))}
+            # The seed itself is in the place of an address. What is added to its upper word leaves the lower one alone, but not the other way round.
+            sums = {name: WEYL[i] * n % 2**32 << 32 * i for n, pair in enumerate(ROUND_KEYS) for i, name in enumerate(pair)}
+            pointers |= {name: ("seed", offset) for name, offset in sums.items()}
         if self.packed:
             values |= {"sequences": problem.batch, "total_q": problem.total_q, "total_k": problem.total_k}
-        offsets = dict.fromkeys(("seed", *self.stored), 0)  # of the seed, the number itself is in the place of an address
         for name in self.stored:
             values[f"{name}_row"], values[f"{name}_head"], _ = steps(getattr(layouts, name))
         for name in problem.options:
             strides = dict(zip(_AXES[name], steps(getattr(layouts, name)), strict=True))
             values |= {f"{name}_{axis}": step for axis, step in strides.items()}
-            offsets[name] = first * strides.get("key", 0)
+            pointers[name] = name, first * strides.get("key", 0)
         return [
-            toolchain.Pointer(name, offsets[name]) if dtype == "pointer" else toolchain.Scalar(dtype, values[name])
-            for name, dtype in self.parameters()
+            toolchain.Pointer(*pointers[name]) if dtype == "pointer" else toolchain.Scalar(dtype, values[name]) for name, dtype in self.parameters()
         ]
+
+
+def _unit(problem: Problem, softcap: str | None) -> str:
+    if problem.bias is not None or (softcap and problem.alibi is not None):
+        return "one"
+    if softcap:
+        return "cap" if softcap == "low" else "one"
+    return "scale" if problem.alibi is None or problem.scale >= _LEAST_SCALE else "one"
 
 
 def _float32(x: float) -> float:

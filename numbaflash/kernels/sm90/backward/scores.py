@@ -20,7 +20,7 @@ from ....ptx.straight import straight_line
 from ...bands import BOUNDS
 from ...dropout import block, is_kept
 from ..options import Access, Options
-from ..scores import changed, element, is_shown, option_types
+from ..scores import changed, element, is_shown, option_types, round_keys_of
 
 I32, I64, F32 = types.int32, types.int64, types.float32
 _SHARED_BITS = 16
@@ -186,7 +186,7 @@ class KeyScores:
                 of_arrays[name] = words[at : at + n]
                 at += n
             if options_of.alibi:
-                falling = ops.as_float(words[at]) * -1.0
+                falling = ops.as_float(words[at]) * named["alibi_factor"]
                 places = [ops.real("float32", seat[f"place{r}"] - origin) for r in (0, 1)]
             kept = self._kept(ops, named, seat, origin, head) if options_of.dropout else None
             minus_one, below_zero = ops.constant("float32", -1.0), ops.constant("float32", -(2.0**-149))  # a dropped weight is never -0.0
@@ -195,7 +195,7 @@ class KeyScores:
                 row, column = (i >> 1) & 1, 8 * (i >> 2) + (i & 1)
                 slope, shift = None, shifts[2 * (i >> 2) + (i & 1)]
                 if options_of.changes:
-                    fall = ops.absolute(places[row] - float(column)) * falling if options_of.alibi else None
+                    fall = (ops.absolute(places[row] - float(column)), falling) if options_of.alibi else None
                     bias = self._bias(ops, of_arrays["bias"], i) if options_of.bias else None
                     x, slope = changed(ops, options_of, named, x, fall, bias)
                 x = ops.exp2((x - shift) * scale_log2 if options_of.lowest_scores else ops.fma(x, scale_log2, shift * -1.0))
@@ -261,13 +261,13 @@ class KeyScores:
 
     def _kept(self, ops, named, seat, origin, head):
         """Straight-line ``f(i)``: whether dropout keeps a pair. Keys of a thread start in a half of the 32 that share random bits."""
-        seed, words, second_half = ops.halves(named["seed"]), {}, (seat["key"] & _SHARED_BITS) != 0
+        keys, words, second_half = round_keys_of(ops, named), {}, (seat["key"] & _SHARED_BITS) != 0
         query = seat["query"] + origin
 
         def kept(i):
             n, e = i >> 2, i & 1
             if (n // 2, e) not in words:
-                drawn = block(ops, query + (_SHARED_BITS * (n // 2) + e), seat["key"], head, seat["batch"], seed)
+                drawn = block(ops, query + (_SHARED_BITS * (n // 2) + e), seat["key"], head, seat["batch"], keys)
                 words[n // 2, e] = [ops.select(second_half, drawn[2 + r], drawn[r]) for r in (0, 1)]
             return is_kept(words[n // 2, e][(i >> 1) & 1], n % 2, named["keep_limit"])
 
