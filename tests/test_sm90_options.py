@@ -257,7 +257,7 @@ class Model:
                 p, a = np.exp2(shifted), np.exp2((before - base) * scale)
                 l = l * a + p.sum(axis=1)
                 if config.options.dropout:
-                    p = self.gathered(self.drop([p[at] for at in self.at], self.draw(seat, j, np.int32(0), options), options))
+                    p = self.gathered(self.drop([p[at] for at in self.at], self.draw(seat, j, options), options))
                 o = o * a[:, None] + p @ values
         of_quad = THREAD % 4 == 0
         ones = np.ones(128, np.float32)

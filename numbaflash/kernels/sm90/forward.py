@@ -20,7 +20,7 @@ from functools import reduce
 import numpy as np
 from numba import cuda
 from numba.cuda import types
-from numba.cuda.types import UniTuple, float32, int32, uint32, uint64, void
+from numba.cuda.types import UniTuple, float32, int32, uint64, void
 
 from ...ptx import fragment, mbarrier, pipeline, shared, tma, warp, wgmma
 from ...ptx.index import following, minus, plus, preceding, warp_of, warpgroup_of, within_warp, zero
@@ -89,8 +89,7 @@ def build(config: ForwardConfig) -> KernelSource:
     bounds_of_entry, take_seat, finish = of_scores.bounds_of_entry(has_right), of_scores.take_seat(pack), of_scores.finish(pack)
     fetch, fetch_first, change, drop = of_scores.fetch(False), of_scores.fetch(True), of_scores.change(), of_scores.drop()
     if drops:
-        draw, hold_back_bits = of_scores.draw(), fragment.hold_back_words(kv_block // 4)
-        nought_at = straight_line(uint32, (uint32,), lambda ops, scratch: scratch + 12)
+        draw, hold_back_drawn = of_scores.draw(), fragment.hold_back_words(kv_block // 4)
     no_words = straight_line(of_scores.words, (), lambda ops: [ops.integer(0)] * len(of_scores.words))
     hide = of_scores.hide() if hides else None
     inspect = unseen.build(config) if inspected else None
@@ -160,14 +159,13 @@ def build(config: ForwardConfig) -> KernelSource:
                 acc = rescale(acc, statistics)
             pipeline.wait(ring.v_full, v_place)
             acc = add_values(acc, p16, v_operand(ring.v, v_place))
-            if pingpong:
+            if drops:
+                drawn = draw(my.seat, j, my.options)
+                hold_back_drawn(my.scratch, drawn)
+            if pingpong:  # with all drawn: warpgroups that draw at the same time leave the tensor cores idle at the same time
                 warp.barrier_arrive(my.next_turn, 256)
             if reads:
                 words = fetch(my.seat, j, my.options)
-            if drops:
-                # After the turn is ceded, which ptxas sees by the load, and before the wait, which it sees by the store.
-                drawn = draw(my.seat, j, shared.load(nought_at(my.scratch)), my.options)
-                hold_back_bits(my.scratch, drawn)
             s = wait_scores_only(s)
             pipeline.release(ring.k_empty, place, my.lane)
             if negative_scale:
@@ -278,8 +276,6 @@ def build(config: ForwardConfig) -> KernelSource:
             init_empty(v_empty)
             if inspected:
                 init_seen(v_seen)
-            if drops:
-                shared.store(nought_at(scratch), 0)
             mbarrier.fence_init()
         first_q = zero()
         first_k = zero()
@@ -393,7 +389,7 @@ def build(config: ForwardConfig) -> KernelSource:
                     if reads:
                         words = fetch_first(seat, j, options)
                     if drops:
-                        drawn = draw(seat, j, zero(), options)
+                        drawn = draw(seat, j, options)
                     s = wait_scores(s)
                     pipeline.release(k_empty, place, lane)
                     if negative_scale:

@@ -202,18 +202,17 @@ class Scores:
         return types.UniTuple(I32, self.columns // 4)
 
     def draw(self):
-        """``f(seat, block, nought, options) -> drawn``, which can be while the products are. Rows start at multiples of 16, blocks at multiples of
-        32. ``nought`` is 0: what it comes after, drawing comes after."""
+        """``f(seat, block, options) -> drawn``, which can be while the products are. Rows start at multiples of 16, blocks at multiples of 32."""
 
-        def body(ops, seat, number, nought, options):
+        def body(ops, seat, number, options):
             named, seat, words = self._named(options), dict(zip(self._seat(), seat, strict=True)), []
-            keys, key = round_keys_of(ops, named), seat["key"] + number * self.columns + nought
+            keys, key = round_keys_of(ops, named), seat["key"] + number * self.columns
             for first in range(0, self.columns, KEYS_OF_A_DRAW):
                 for e in (0, 1):
                     words += block(ops, seat["query"], key + (first + e), seat["head"], seat["batch"], keys)
             return words
 
-        return straight_line(self.drawn, (self.seat, I32, I32, self._given), body)
+        return straight_line(self.drawn, (self.seat, I32, self._given), body)
 
     def drop(self):
         """``f(p, drawn, options) -> p``: 0 where dropout drops a weight."""

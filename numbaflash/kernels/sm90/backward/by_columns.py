@@ -127,7 +127,8 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     key_of_thread = straight_line(int32, (int32,) * 2, lambda ops, n, thread: n * kv_tile + (thread >> 5) * 16 + ((thread & 31) >> 2))
 
     @inline
-    def prepare(tid, warpgroup, n, batch, kv_head, group, seqlen_k, bounds, s_k, s_v, s_q, s_dout, s_ds, s_dq, scale_log2, options):
+    def prepare(tid, warpgroup, n, batch, kv_head, group, onward, seqlen_k, bounds, places, scale_log2, options):
+        s_k, s_v, s_q, s_dout, s_ds, s_dq = places
         w, thread, lane, key, first_query, column = place_of_thread(tid, warpgroup, n)
         q_half, dout_half, k_part, q_part, dout_part, columns = places_of_consumer(w, column, s_k, s_q, s_dout)
         limits = limits_of_keys(key, column, bounds)

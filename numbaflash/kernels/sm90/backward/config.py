@@ -304,7 +304,8 @@ def backward_config(problem: Problem, layouts: BackwardLayouts, *, blocks: int, 
 def option_tiles(widest: int, options: Options) -> dict:
     """The tiles where there are options: what is read or drawn for a pair takes registers. Where there is much of it, those of consumers that own
     keys suffice for narrow head dims only."""
-    return {"q_block": 64, "kv_tile": 64 if widest > (64 if options.dropout or options.terms > 1 else 128) else 128}
+    much = options.terms > (0 if options.dropout else 1)
+    return {"q_block": 64, "kv_tile": 64 if widest > (64 if much else 128) else 128}
 
 
 def column_bytes(problem: Problem) -> int:
