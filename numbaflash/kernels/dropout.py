@@ -48,21 +48,28 @@ def round_keys(seed) -> list:
     return [[word + _signed(weyl * n) for word, weyl in zip(seed, WEYL, strict=True)] for n in range(ROUNDS)]
 
 
-def philox(ops, counter, keys):
-    """Straight-line body: four random words of a counter of four int32 and the keys of the rounds."""
+def integer_product(ops, x, multiplier):
+    return ops.wide_product(x, ops.integer(_signed(multiplier)))
+
+
+def float64_product(ops, x, multiplier):
+    return ops.wide_multiple(x, multiplier)
+
+
+def philox(ops, counter, keys, product=integer_product):
+    """Straight-line body: four random words of a counter of four int32 and the keys of the rounds. ``product`` gives the two words of a product."""
     a, b, c, d = counter
-    m0, m1 = (ops.integer(_signed(m)) for m in MULTIPLIERS)
     for k0, k1 in keys:
-        low0, high0 = ops.wide_product(a, m0)
-        low1, high1 = ops.wide_product(c, m1)
+        low0, high0 = product(ops, a, MULTIPLIERS[0])
+        low1, high1 = product(ops, c, MULTIPLIERS[1])
         a, b, c, d = high1 ^ b ^ k0, low1, high0 ^ d ^ k1, low0
     return [a, b, c, d]
 
 
-def block(ops, query, key, head, batch, keys):
+def block(ops, query, key, head, batch, keys, product=integer_product):
     """Straight-line body: the words of the eight pairs to which a query and a key belong."""
     columns, rows = ((key >> 5) << 3) | (key & 7), ((query >> 4) << 3) | (query & 7)
-    return philox(ops, [columns, rows, head, batch], keys)
+    return philox(ops, [columns, rows, head, batch], keys, product)
 
 
 def is_kept(word, upper, limit):

@@ -11,6 +11,8 @@ Tuples come in as lists and are returned as lists. Arrays come in with ``shape``
 from __future__ import annotations
 
 import ctypes
+import functools
+import struct
 from dataclasses import dataclass
 
 import numpy as np
@@ -252,6 +254,20 @@ class GpuOps:
         product = emit(self.builder, words, [a.value, b.value], text, "=r,=r,r,r", pure=True)
         return [Register(self.builder, self.builder.extract_value(product, i)) for i in (0, 1)]
 
+    def wide_multiple(self, a, factor):
+        """(low, high) words of the 64-bit product of an int32, read as unsigned, and a constant below 2**32, the high one from the float64 unit.
+
+        On a GPU with as many of those as for integer products, such as an H200, that takes a fourth of the time of `wide_product`. a stands in the
+        low word of 2**52 + a; the sum 2**52 + a * factor / 2**32, rounded towards zero, ends with the high word.
+        """
+        scale, rest = (struct.pack(">d", x).hex() for x in (factor / 2.0**32, 2.0**52 - 2.0**20 * factor))
+        text = (
+            "{.reg .b64 wide; .reg .b32 rest; mov.b64 wide, {$2, 0x43300000};"
+            f"fma.rz.f64 wide, wide, 0d{scale}, 0d{rest}; mov.b64 {{$1, rest}}, wide; mul.lo.u32 $0, $2, {factor};}}"
+        )
+        product = emit(self.builder, ir.LiteralStructType([llvm_i32] * 2), [a.value], text, "=&r,=r,r", pure=True)
+        return [Register(self.builder, self.builder.extract_value(product, i)) for i in (0, 1)]
+
     def minimum(self, a, b):
         """The smaller one of integers."""
         return self.select(a < b, a, b)
@@ -270,6 +286,16 @@ class GpuOps:
     def opaque(self, x):
         """An int32 as if it were another one: what follows from it is computed where it stands, and not kept in registers from before."""
         return Register(self.builder, emit(self.builder, llvm_i32, [x.value], "mov.b32 $0, $1;", "=r,r"))
+
+    def in_turn(self, values, nought):
+        """0 as an int32 that is known only after the values are: what is computed from it comes later, and needs no registers before. ``nought`` is
+        the address of a 0 in shared memory, which ptxas cannot know to stay one."""
+        mixed = functools.reduce(lambda x, y: x ^ y, values)
+        text = (
+            "{.reg .pred never; .reg .b32 bits; popc.b32 bits, $2; setp.gt.u32 never, bits, 32;"
+            "@never st.shared.b32 [$1], $2; ld.shared.b32 $0, [$1];}"
+        )
+        return Register(self.builder, emit(self.builder, llvm_i32, [nought.value, mixed.value], text, "=r,r,r,~{memory}"))
 
     def truth(self, condition):
         """A comparison as an int32."""
@@ -488,6 +514,12 @@ class SimulatorOps:
     def wide_product(a, b):
         product = (int(a) & 0xFFFFFFFF) * (int(b) & 0xFFFFFFFF)
         return [np.uint32(x).view(np.int32) for x in (product & 0xFFFFFFFF, product >> 32)]
+
+    wide_multiple = wide_product
+
+    @staticmethod
+    def in_turn(values, nought):
+        return np.int32(0)
 
     integer = staticmethod(np.int32)
     wide = staticmethod(np.int64)

@@ -151,6 +151,9 @@ def build(config: ForwardConfig) -> KernelSource:
             """S of block j, while P V of the block before it is added to the accumulator."""
             v_place = place
             place = advance(place)
+            if drops:  # while another warpgroup has its turn, and before the scores take registers
+                drawn = draw(my.seat, j, my.options)
+                hold_back_drawn(my.scratch, drawn)
             pipeline.wait(ring.k_full, place)
             if pingpong:
                 warp.barrier_sync(my.turn, 256)
@@ -159,10 +162,7 @@ def build(config: ForwardConfig) -> KernelSource:
                 acc = rescale(acc, statistics)
             pipeline.wait(ring.v_full, v_place)
             acc = add_values(acc, p16, v_operand(ring.v, v_place))
-            if drops:
-                drawn = draw(my.seat, j, my.options)
-                hold_back_drawn(my.scratch, drawn)
-            if pingpong:  # with all drawn: warpgroups that draw at the same time leave the tensor cores idle at the same time
+            if pingpong:
                 warp.barrier_arrive(my.next_turn, 256)
             if reads:
                 words = fetch(my.seat, j, my.options)

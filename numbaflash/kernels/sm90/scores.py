@@ -22,7 +22,7 @@ from ...problem import ITEMSIZE
 from ...ptx.fragment import STATISTICS, fragment
 from ...ptx.straight import straight_line
 from ..bands import BOUNDS
-from ..dropout import block, is_kept
+from ..dropout import block, float64_product, is_kept
 from .options import KEYS_OF_A_DRAW, ROUND_KEYS, Access, Options
 
 I32, I64, F32 = types.int32, types.int64, types.float32
@@ -209,7 +209,7 @@ class Scores:
             keys, key = round_keys_of(ops, named), seat["key"] + number * self.columns
             for first in range(0, self.columns, KEYS_OF_A_DRAW):
                 for e in (0, 1):
-                    words += block(ops, seat["query"], key + (first + e), seat["head"], seat["batch"], keys)
+                    words += block(ops, seat["query"], key + (first + e), seat["head"], seat["batch"], keys, float64_product)
             return words
 
         return straight_line(self.drawn, (self.seat, I32, self._given), body)

@@ -74,14 +74,13 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     # What options do; each of these is compiled in only where there is one that needs it.
     options_of, cleans, may_hide_keys = config.options, config.cleans_queries, config.may_hide_keys
     with_options, drops, crowded = bool(options_of), options_of.dropout, config.crowded
-    draws_ahead = drops and not options_of.reads
+    draws_ahead = config.draws_ahead
     of_scores = KeyScores(q_block, q_block, options_of, config.left, draws_ahead=draws_ahead)
     make_weights = weighing(of_scores, memory)
     take_seat, fetch, no_words, keep_factor = of_scores.take_seat(), of_scores.fetch(), of_scores.no_words(), of_scores.keep_factor()
     fetches, splits = of_scores.fetches, of_scores.splits
     if draws_ahead:
-        draw, join, hold_back_drawn = of_scores.draw(), of_scores.join(), fragment.hold_back_words(q_block // 4)
-        scratch = shared.addresses(memory.ticket + 4)
+        draw, join, nought = of_scores.draw(), of_scores.join(), shared.addresses(memory.nought)
     scale_dv = fragment.scale(dv_columns)
     clean = unseen.queries(config, memory) if cleans else None
     clean_keys, seen_rows = unseen.keys(config, memory) if options_of.hides else (None, None)
@@ -196,8 +195,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
                 dk = add_dk(dk, ds16, q_mn_operand(ring.q, place))
             if draws_ahead:  # of the next block, while the products are
                 next_m, next_member = next_of_walk(m, member, my.group, my.onward)
-                carried = draw(my.seat, next_m, plus(my.first_head, next_member), my.options)
-                hold_back_drawn(scratch()[0], carried)
+                carried = draw(my.seat, next_m, plus(my.first_head, next_member), nought()[0], my.options)
             if with_dv:
                 dv = wait_dv(dv)
             pipeline.release(ring.dout_empty, place, my.lane)
@@ -214,7 +212,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     def enter(dk, dv, place, m, member, number, ring, sums, my):
         """Nothing is under way."""
         if draws_ahead:
-            return draw(my.seat, m, plus(my.first_head, member), my.options), dk, dv, place
+            return draw(my.seat, m, plus(my.first_head, member), nought()[0], my.options), dk, dv, place
         return zero(), dk, dv, place
 
     @inline
