@@ -80,7 +80,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     take_seat, fetch, no_words, keep_factor = of_scores.take_seat(), of_scores.fetch(), of_scores.no_words(), of_scores.keep_factor()
     fetches, splits = of_scores.fetches, of_scores.splits
     if draws_ahead:
-        draw, join, nought = of_scores.draw(), of_scores.join(), shared.addresses(memory.nought)
+        draw, join, nought = of_scores.draw(few_at_a_time=d + dv_columns > 128), of_scores.join(), shared.addresses(memory.nought)
     scale_dv = fragment.scale(dv_columns)
     clean = unseen.queries(config, memory) if cleans else None
     clean_keys, seen_rows = unseen.keys(config, memory) if options_of.hides else (None, None)

@@ -151,15 +151,18 @@ class KeyScores:
 
         return straight_line(self.fetched, (self.seat, I32, I32, self._given), body)
 
-    def draw(self):
-        """``f(seat, block, head, nought, options) -> drawn``, a few at a time; ``nought`` is the address of a 0 in shared memory."""
+    def draw(self, few_at_a_time: bool):
+        """``f(seat, block, head, nought, options) -> drawn``; ``nought`` is the address of a 0 in shared memory."""
 
         def body(ops, seat, number, head, nought, options):
             seat, words, origin = dict(zip(self._seat(), seat, strict=True)), [], number * self.q_block
             for pair in range(self.columns // _SHARED_BITS):
                 drawn = self._drawn(ops, self._named(options), seat, origin, head)
                 words += [word for e in (0, 1) for word in drawn(pair, e)]
-                origin = origin + ops.in_turn(words[-4:], nought)
+                if few_at_a_time:
+                    origin = origin + ops.in_turn(words[-4:], nought)
+            if not few_at_a_time:
+                ops.in_turn(words, nought)  # or ptxas puts it off until the products are done
             return words
 
         return straight_line(self.drawn, (self.seat, I32, I32, I32, self._given), body)
