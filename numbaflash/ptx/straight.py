@@ -11,7 +11,6 @@ Tuples come in as lists and are returned as lists. Arrays come in with ``shape``
 from __future__ import annotations
 
 import ctypes
-import functools
 import struct
 from dataclasses import dataclass
 
@@ -287,16 +286,6 @@ class GpuOps:
         """An int32 as if it were another one: what follows from it is computed where it stands, and not kept in registers from before."""
         return Register(self.builder, emit(self.builder, llvm_i32, [x.value], "mov.b32 $0, $1;", "=r,r"))
 
-    def in_turn(self, values, nought):
-        """0 as an int32 that is known only after the values are: what is computed from it comes later, and needs no registers before. ``nought`` is
-        the address of a 0 in shared memory, which ptxas cannot know to stay one."""
-        mixed = functools.reduce(lambda x, y: x ^ y, values)
-        text = (
-            "{.reg .pred never; .reg .b32 bits; popc.b32 bits, $2; setp.gt.u32 never, bits, 32;"
-            "@never st.shared.b32 [$1], $2; ld.shared.b32 $0, [$1];}"
-        )
-        return Register(self.builder, emit(self.builder, llvm_i32, [nought.value, mixed.value], text, "=r,r,r,~{memory}"))
-
     def truth(self, condition):
         """A comparison as an int32."""
         return Register(self.builder, self.builder.zext(condition.value, llvm_i32))
@@ -516,10 +505,6 @@ class SimulatorOps:
         return [np.uint32(x).view(np.int32) for x in (product & 0xFFFFFFFF, product >> 32)]
 
     wide_multiple = wide_product
-
-    @staticmethod
-    def in_turn(values, nought):
-        return np.int32(0)
 
     integer = staticmethod(np.int32)
     wide = staticmethod(np.int64)

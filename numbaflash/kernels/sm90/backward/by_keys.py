@@ -80,7 +80,8 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     take_seat, fetch, no_words, keep_factor = of_scores.take_seat(), of_scores.fetch(), of_scores.no_words(), of_scores.keep_factor()
     fetches, splits = of_scores.fetches, of_scores.splits
     if draws_ahead:
-        draw, join, nought = of_scores.draw(few_at_a_time=d + dv_columns > 128), of_scores.join(), shared.addresses(memory.nought)
+        draw, join, hold_back_drawn = of_scores.draw(), of_scores.join(), fragment.hold_back_words(q_block // 4)
+        scratch = shared.addresses(memory.scratch)
     scale_dv = fragment.scale(dv_columns)
     clean = unseen.queries(config, memory) if cleans else None
     clean_keys, seen_rows = unseen.keys(config, memory) if options_of.hides else (None, None)
@@ -195,7 +196,8 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
                 dk = add_dk(dk, ds16, q_mn_operand(ring.q, place))
             if draws_ahead:  # of the next block, while the products are
                 next_m, next_member = next_of_walk(m, member, my.group, my.onward)
-                carried = draw(my.seat, next_m, plus(my.first_head, next_member), nought()[0], my.options)
+                carried = draw(my.seat, next_m, plus(my.first_head, next_member), my.options)
+                hold_back_drawn(scratch()[0], carried)
             if with_dv:
                 dv = wait_dv(dv)
             pipeline.release(ring.dout_empty, place, my.lane)
@@ -212,7 +214,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     def enter(dk, dv, place, m, member, number, ring, sums, my):
         """Nothing is under way."""
         if draws_ahead:
-            return draw(my.seat, m, plus(my.first_head, member), nought()[0], my.options), dk, dv, place
+            return draw(my.seat, m, plus(my.first_head, member), my.options), dk, dv, place
         return zero(), dk, dv, place
 
     @inline

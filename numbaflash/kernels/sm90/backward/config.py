@@ -185,7 +185,8 @@ class SharedMemory:
     """Where things lie in a block's shared memory: offsets and sizes in bytes.
 
     K and V once, Q and dO and the shift and delta of their rows and dS (with P before it where the consumers share keys) by stage, dQ by
-    consumer; its ticket and a 0. Matrices are rows of panels of 64 columns, of which only those that hold columns of the operand are loaded.
+    consumer; its ticket, and words that nobody reads. Matrices are rows of panels of 64 columns, of which only those that hold columns of the
+    operand are loaded.
     """
 
     loaded_qk_panels: int
@@ -207,7 +208,7 @@ class SharedMemory:
     deltas: int
     barriers: int
     ticket: int
-    nought: int
+    scratch: int
     total: int
 
     @classmethod
@@ -234,7 +235,7 @@ class SharedMemory:
         return cls(
             loaded_qk, loaded_v, q_panel, kv_panel, q_bytes, dout_bytes, ds_bytes, part_bytes, row_bytes,
             k=0, v=v, q=q, dout=dout, ds=ds, dq=dq, shifts=shifts, deltas=deltas, barriers=barriers,
-            ticket=ticket, nought=ticket + 4, total=ticket + 16 + ALIGNMENT,
+            ticket=ticket, scratch=ticket + 4, total=ticket + 16 + ALIGNMENT,
         )  # fmt: skip
 
 
@@ -284,7 +285,7 @@ def backward_config(problem: Problem, layouts: BackwardLayouts, *, blocks: int, 
     tiles = {"q_block": 128 if widest <= 64 else 64, "kv_tile": 128 if widest <= 128 else 64}
     deterministic = deterministic and with_dq
     if options.of_products:
-        tiles = option_tiles(widest, options, deterministic)
+        tiles = option_tiles(widest, options, deterministic or problem.left is not None)
     # The producer's warps spill what they know of a panel more, of the turns of entries with lengths, or of where a sequence lies, beyond 24.
     registers = (40, 232) if tiles["kv_tile"] == 64 or (deterministic and options.lengths) or options.packed else (24, 240)
     return BackwardConfig(
@@ -307,10 +308,10 @@ def backward_config(problem: Problem, layouts: BackwardLayouts, *, blocks: int, 
     )
 
 
-def option_tiles(widest: int, options: Options, deterministic: bool) -> dict:
+def option_tiles(widest: int, options: Options, crowded: bool) -> dict:
     """The tiles where there are options: what is read or drawn for a pair takes registers. Where there is much of it, those of consumers that own
-    keys suffice for narrow head dims only."""
-    much = options.terms + deterministic + options.lengths > 0 if options.dropout else options.terms > 1
+    keys suffice for narrow head dims only. Beside dropout, so is what little else ``crowded`` says there is."""
+    much = options.terms > 1 or (options.dropout and (crowded or options.lengths or options.terms > 0))
     return {"q_block": 64, "kv_tile": 64 if widest > (64 if much else 128) else 128}
 
 

@@ -40,7 +40,7 @@ Ring = namedtuple("Ring", "q dout shifts deltas q_full q_empty dout_full dout_em
 def build(config: BackwardConfig) -> KernelSource:
     """The main kernel of one configuration."""
     q_block, kv_tile, stages, consumers, parts = config.q_block, config.kv_tile, config.stages, config.consumers, config.parts
-    with_dq, with_ds, deterministic, draws_ahead = config.with_dq, config.with_ds, config.deterministic, config.draws_ahead
+    with_dq, with_ds, deterministic = config.with_dq, config.with_ds, config.deterministic
     memory = SharedMemory.of(config)
     work = (by_columns if config.columns_apart else by_keys).consumers(config, memory)
     prepare, enter, masked_step, plain_step, finish, leave = work.prepare, work.enter, work.masked_step, work.plain_step, work.finish, work.leave
@@ -65,7 +65,7 @@ def build(config: BackwardConfig) -> KernelSource:
 
     addresses = shared.addresses(memory.k, memory.v, memory.q, memory.dout, memory.ds, memory.dq, memory.shifts, memory.deltas)
     barriers = shared.addresses(*(memory.barriers + 8 * n for n in (0, 1, 2, *(3 + stages * n for n in range(6)))))
-    ticket_slot, nought = shared.addresses(memory.ticket), shared.addresses(memory.nought)
+    ticket_slot = shared.addresses(memory.ticket)
     init_k_full, init_k_empty, init_v_empty = (mbarrier.init_ring(1, n) for n in (1, *config.kv_arrivals))
     init_full, init_by_warp, init_by_consumer = (mbarrier.init_ring(stages, n) for n in (1, 4 * consumers, 4))
 
@@ -144,8 +144,6 @@ def build(config: BackwardConfig) -> KernelSource:
             init_by_warp(ds_full)
             init_by_consumer(ds_empty)
             mbarrier.fence_init()
-            if draws_ahead:
-                shared.store(nought()[0], 0)
             if deterministic:
                 shared.store(ticket_slot()[0], bulk.take_ticket(ticket_at(turns)))
         order_word = zero()

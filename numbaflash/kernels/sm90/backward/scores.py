@@ -18,7 +18,7 @@ from ....problem import ITEMSIZE
 from ....ptx.fragment import fragment
 from ....ptx.straight import straight_line
 from ...bands import BOUNDS
-from ...dropout import block, float64_product, is_kept
+from ...dropout import block, is_kept
 from ..options import Access, Options
 from ..scores import changed, element, is_shown, option_types, round_keys_of
 
@@ -151,21 +151,15 @@ class KeyScores:
 
         return straight_line(self.fetched, (self.seat, I32, I32, self._given), body)
 
-    def draw(self, few_at_a_time: bool):
-        """``f(seat, block, head, nought, options) -> drawn``; ``nought`` is the address of a 0 in shared memory."""
+    def draw(self):
+        """``f(seat, block, head, options) -> drawn``."""
 
-        def body(ops, seat, number, head, nought, options):
-            seat, words, origin = dict(zip(self._seat(), seat, strict=True)), [], number * self.q_block
-            for pair in range(self.columns // _SHARED_BITS):
-                drawn = self._drawn(ops, self._named(options), seat, origin, head)
-                words += [word for e in (0, 1) for word in drawn(pair, e)]
-                if few_at_a_time:
-                    origin = origin + ops.in_turn(words[-4:], nought)
-            if not few_at_a_time:
-                ops.in_turn(words, nought)  # or ptxas puts it off until the products are done
-            return words
+        def body(ops, seat, number, head, options):
+            seat = dict(zip(self._seat(), seat, strict=True))
+            drawn = self._drawn(ops, self._named(options), seat, number * self.q_block, head)
+            return [word for pair in range(self.columns // _SHARED_BITS) for e in (0, 1) for word in drawn(pair, e)]
 
-        return straight_line(self.drawn, (self.seat, I32, I32, I32, self._given), body)
+        return straight_line(self.drawn, (self.seat, I32, I32, self._given), body)
 
     def join(self):
         """``f(fetched, drawn) -> words``."""
@@ -304,7 +298,7 @@ class KeyScores:
 
         def drawn(pair, e):
             if (pair, e) not in words:
-                found = block(ops, query + (_SHARED_BITS * pair + e), seat["key"], head, seat["batch"], keys, float64_product)
+                found = block(ops, query + (_SHARED_BITS * pair + e), seat["key"], head, seat["batch"], keys)
                 words[pair, e] = [ops.select(second_half, found[2 + r], found[r]) for r in (0, 1)]
             return words[pair, e]
 
