@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -115,6 +116,16 @@ def test_the_code_compiles_to_one_multiplication_a_product():
 
     ptx, _ = cuda.compile_ptx(kernel, types.void(types.int32[::1], *[types.int32] * 7), cc=(9, 0))
     assert ptx.count("mul.wide.u32") + ptx.count("mul.hi.u32") == 2 * dropout.ROUNDS, ptx
+
+
+@pytest.mark.parametrize("factor", dropout.MULTIPLIERS)
+@given(WORD)
+def test_the_sum_of_float64_ends_with_the_high_word(factor, x):
+    """What `GpuOps.wide_multiple` computes is exact but for its one rounding, towards zero."""
+    scale, rest = factor / 2.0**32, 2.0**52 - 2.0**20 * factor
+    exact = Fraction(scale) * (2**52 + x) + Fraction(rest)
+    assert 2**52 <= exact < 2**53, "the sum's last place is 1"
+    assert int(exact) - 2**52 == x * factor >> 32
 
 
 def test_wide_product_of_the_simulator():

@@ -56,6 +56,8 @@ class VectorOps(straight.SimulatorOps):
         product = (np.asarray(a).astype(np.int64) & 0xFFFFFFFF).astype(np.uint64) * np.uint64(int(b) & 0xFFFFFFFF)
         return [np.asarray(x).astype(np.uint32).view(np.int32) for x in (product & np.uint64(0xFFFFFFFF), product >> np.uint64(32))]
 
+    wide_multiple = wide_product
+
     @staticmethod
     def pair(dtype, word):
         halves = np.asarray(word, np.int32)[..., None].view(np.uint16)
@@ -1013,5 +1015,5 @@ def test_the_unit_of_scores(options, scale, unit, size):
     assert (of_kernel.unit, of_kernel.size_of_unit(made.problem)) == (unit, size)
     assert made.config.negative_scale == (unit == "scale" and scale < 0)
     arguments = zip(of_kernel.parameters(), of_kernel.arguments(made.problem, made.layouts), strict=True)
-    factors = [each.value for (name, _), each in arguments if name == "alibi_factor"]
-    assert factors == ([float(np.float32(-1 / size))] if "alibi_slopes" in options else [])
+    factors = [each.value for (name, _), each in arguments if name == "inverse_scale"]
+    assert factors == ([float(np.float32(1 / size))] if "alibi_slopes" in options and unit == "scale" else [])

@@ -16,7 +16,8 @@ FEATURES = frozenset({"softcap", "mask", "bias", "alibi_slopes", "sinks", "dropo
 """`Problem.features` that the kernels have, forward and gradients."""
 
 ROUND_KEYS = tuple((f"round{n}_low", f"round{n}_high") for n in range(10))
-"""Parameters whose lower and upper words are the keys of Philox's rounds: as operands of the kernel's constants they cost no instruction."""
+"""Parameters whose lower and upper words are the keys of Philox's rounds, as constants of the kernel without cost. Where mask or bias is read, only
+the first are: so many parameters beside theirs take a register too many at head dim 256."""
 
 KEYS_OF_A_DRAW = 32
 """Keys that share random bits of dropout: blocks of keys start at multiples of it."""
@@ -218,15 +219,15 @@ class Options:
             found += [("cap", "float32")] if self.unit == "one" else []
         elif self.unit == "one":
             found.append(("scale", "float32"))
-        if self.alibi:
-            found.append(("alibi_factor", "float32"))
+        if self.alibi and self.unit == "scale":
+            found.append(("inverse_scale", "float32"))
         present = (self.mask, self.bias, self.alibi, self.sinks, self.seqlens_q, self.seqlens_k, self.cu_seqlens_q, self.cu_seqlens_k)
         for (name, axes), given in zip(_AXES.items(), present, strict=True):
             if given:
                 found += [(name, "pointer"), *((f"{name}_{axis}", "int64") for axis in axes)]
         if self.dropout:
             found += [("first_key", "int32"), ("keep_limit", "int32"), ("keep_factor", "float32")]
-            found += [(name, "pointer") for pair in ROUND_KEYS for name in pair]
+            found += [(name, "pointer") for pair in (ROUND_KEYS[:1] if self.reads else ROUND_KEYS) for name in pair]
         if self.packed:
             found += [("sequences", "int32"), ("total_q", "int32"), ("total_k", "int32")]
         for name in self.stored:
@@ -236,8 +237,8 @@ class Options:
     def arguments(self, problem: Problem, layouts: Layouts | BackwardLayouts, first: int = 0) -> list:
         """The same as the toolchain takes them, for the whole problem; the kernel counts keys from the ``first`` on."""
         values, pointers = {"first_key": first, "scale": _float32(problem.scale)}, {name: (name, 0) for name in self.stored}
-        if self.alibi:
-            values["alibi_factor"] = _float32(-1.0 / self.size_of_unit(problem))
+        if self.alibi and self.unit == "scale":
+            values["inverse_scale"] = _float32(1.0 / problem.scale)
         if self.softcap:
             cap, slope = problem.softcap, problem.scale / problem.softcap
             values |= {"cap": cap, "cap_slope": _float32(slope), "cap_exponent": _float32(2 * math.log2(math.e) * slope)}

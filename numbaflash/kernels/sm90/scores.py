@@ -22,7 +22,7 @@ from ...problem import ITEMSIZE
 from ...ptx.fragment import STATISTICS, fragment
 from ...ptx.straight import straight_line
 from ..bands import BOUNDS
-from ..dropout import block, float64_product, is_kept
+from ..dropout import block, float64_product, is_kept, round_keys
 from .options import KEYS_OF_A_DRAW, ROUND_KEYS, Access, Options
 
 I32, I64, F32 = types.int32, types.int64, types.float32
@@ -92,7 +92,7 @@ class Scores:
             for r, (query, query_head) in enumerate(rows):
                 if self.options.alibi:
                     slope = ops.fetch("f32", element(ops, named, "alibi_slopes", batch=batch, head=query_head), 0)
-                    seat |= {f"fall{r}": slope * named["alibi_factor"], f"place{r}": query + bounds[2] - column}
+                    seat |= {f"fall{r}": in_units(self.options, named, slope) * -1.0, f"place{r}": query + bounds[2] - column}
             if self.options.dropout:
                 seat |= {"query": row, "key": column + named["first_key"], "head": head, "batch": batch}
             return [seat[name] for name in self._seat()]
@@ -333,9 +333,15 @@ def element(ops, named, name, **indices):
     return address
 
 
+def in_units(options: Options, named, slope):
+    """Straight-line slope of ALiBi in units of the scores."""
+    return slope * named["inverse_scale"] if options.unit == "scale" else slope
+
+
 def round_keys_of(ops, named) -> list:
-    """Straight-line keys of Philox's rounds."""
-    return [[ops.halves(named[name])[i] for i, name in enumerate(pair)] for pair in ROUND_KEYS]
+    """Straight-line keys of Philox's rounds, as the kernel has them or computed from the first ones."""
+    found = [[ops.halves(named[name])[i] for i, name in enumerate(pair)] for pair in ROUND_KEYS if pair[0] in named]
+    return found if len(found) > 1 else round_keys(found[0])
 
 
 def is_shown(word, byte: int):
@@ -351,17 +357,14 @@ def changed(ops, options: Options, named, product, fall, bias):
     """Straight-line ``(score, slope)`` of a product. ALiBi's ``fall`` is (distance, what a score falls by over a distance of 1); it and the element
     of the bias are None where there is none. ``slope`` is the derivative of the score by the scaled product, None for 1.
     """
+    slope, multiple, factor = None, product, "scale"
     if options.softcap:
-        t = tanh(ops, options.softcap, product, named)
-        slope, score = 1.0 - t * t, t if options.unit == "cap" else t * named["cap"]
-    else:
-        slope, score = None, product
-    if options.unit == "one" and not options.softcap:
-        more = bias if fall is None else fall[0] * fall[1] if bias is None else ops.fma(*fall, bias)
-        return ops.fma(product, named["scale"], more), slope
-    if fall:
-        score = ops.fma(*fall, score)
-    return score if bias is None else score + bias, slope
+        multiple, factor = tanh(ops, options.softcap, product, named), "cap"
+        slope = 1.0 - multiple * multiple
+    if options.unit != "one":
+        return ops.fma(*fall, multiple) if fall else multiple, slope
+    more = bias if fall is None else fall[0] * fall[1] if bias is None else ops.fma(*fall, bias)
+    return multiple * named[factor] if more is None else ops.fma(multiple, named[factor], more), slope
 
 
 def tanh(ops, cap: str, product, named):

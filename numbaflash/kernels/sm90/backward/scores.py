@@ -20,7 +20,7 @@ from ....ptx.straight import straight_line
 from ...bands import BOUNDS
 from ...dropout import block, is_kept
 from ..options import Access, Options
-from ..scores import changed, element, is_shown, option_types, round_keys_of
+from ..scores import changed, element, in_units, is_shown, option_types, round_keys_of
 
 I32, I64, F32 = types.int32, types.int64, types.float32
 _SHARED_BITS = 16
@@ -212,7 +212,7 @@ class KeyScores:
                 of_arrays[name] = words[at : at + n]
                 at += n
             if options_of.alibi:
-                falling = ops.as_float(words[at]) * named["alibi_factor"]
+                falling = in_units(options_of, named, ops.as_float(words[at])) * -1.0
                 places = [ops.real("float32", seat[f"place{r}"] - origin) for r in (0, 1)]
             kept = None
             if self.draws_ahead:
