@@ -164,17 +164,10 @@ GPU_FAMILIES = tuple(name for name in dispatch.FAMILIES if name != "cpu")
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU")
-    config.addinivalue_line("markers", "xdist_group(name): tests that share something slow to make; workers of xdist take such a group whole")
-    if config.pluginmanager.hasplugin("xdist") and config.getoption("dist") == "load":
-        config.option.dist = "loadgroup"
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Tests of a file are one group, which compiles each kernel once: two workers would compile it at the same time."""
     for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
         if "gpu" in item.keywords and gpu_library() is None:
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -37,18 +38,23 @@ def simulated(body, *arguments):
         return body(SimulatorOps, *arguments)
 
 
+def round_keys(seed):
+    with np.errstate(over="ignore"):
+        return dropout.round_keys([np.int32(x) for x in seed])
+
+
 @pytest.mark.parametrize(("counter", "key", "want"), KNOWN)
 def test_known_answers(counter, key, want):
     k0, k1 = words(key)
     assert [int(x) for x in reference.philox(words(counter), k0 | k1 << 32)] == words(want)
-    got = simulated(dropout.philox, [signed(x) for x in words(counter)], [signed(k0), signed(k1)])
+    got = simulated(dropout.philox, [signed(x) for x in words(counter)], round_keys([signed(k0), signed(k1)]))
     assert [int(x.view(np.uint32)) for x in got] == words(want)
 
 
 @given(st.lists(WORD, min_size=4, max_size=4), st.integers(0, 2**64 - 1))
 def test_one_philox(counter, seed):
     """The body of the kernels, in the simulator, is the vectorised function of the reference."""
-    got = simulated(dropout.philox, [signed(x) for x in counter], [np.int32(x) for x in dropout.seed_words(seed)])
+    got = simulated(dropout.philox, [signed(x) for x in counter], round_keys(dropout.seed_words(seed)))
     assert [int(x.view(np.uint32)) for x in got] == [int(x) for x in reference.philox(counter, seed)]
 
 
@@ -64,7 +70,7 @@ def test_kernels_keep_what_the_reference_keeps(query, key, head, batch, seed, p)
     described = problem(p, batch=2, heads=3)
     limit = np.int32(dropout.keep_limit(described.dropout))
     pair = [np.int32(x) for x in (query, key, head, batch)]
-    block = simulated(dropout.block, *pair, [np.int32(x) for x in dropout.seed_words(seed)])
+    block = simulated(dropout.block, *pair, round_keys(dropout.seed_words(seed)))
     kept = reference.kept(described, batch, head, seed)
     assert bool(simulated(dropout._is_pair_kept, block, *pair[:2], limit)) == bool(kept[query, key])
     for a in {query % 16 % 8 + query // 16 * 16 + upper * 8 for upper in (0, 1)} & set(range(70)):
@@ -110,6 +116,16 @@ def test_the_code_compiles_to_one_multiplication_a_product():
 
     ptx, _ = cuda.compile_ptx(kernel, types.void(types.int32[::1], *[types.int32] * 7), cc=(9, 0))
     assert ptx.count("mul.wide.u32") + ptx.count("mul.hi.u32") == 2 * dropout.ROUNDS, ptx
+
+
+@pytest.mark.parametrize("factor", dropout.MULTIPLIERS)
+@given(WORD)
+def test_the_sum_of_float64_ends_with_the_high_word(factor, x):
+    """What `GpuOps.wide_multiple` computes is exact but for its one rounding, towards zero."""
+    scale, rest = factor / 2.0**32, 2.0**52 - 2.0**20 * factor
+    exact = Fraction(scale) * (2**52 + x) + Fraction(rest)
+    assert 2**52 <= exact < 2**53, "the sum's last place is 1"
+    assert int(exact) - 2**52 == x * factor >> 32
 
 
 def test_wide_product_of_the_simulator():

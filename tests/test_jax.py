@@ -153,19 +153,19 @@ def test_a_forced_family_reaches_xla():
 
 
 def test_an_error_in_the_kernel_comes_out(monkeypatch):
-    from numbaflash import jax as glue
+    from numbaflash.jax import serving
 
     def launch(*arguments):
         raise MemoryError("the kernel is out of luck")
 
     q, k, v = (x[:, :5] for x in made())
-    monkeypatch.setattr(glue, "_launch", lambda *arguments: launch)
+    monkeypatch.setattr(serving, "forward_launch", lambda *arguments: launch)
     with pytest.raises(Exception, match="MemoryError: the kernel is out of luck"):
         numbaflash.forward(q, k, v).block_until_ready()
 
 
 def test_a_plan_that_wants_copies_is_refused(monkeypatch):
-    from numbaflash import jax as glue
+    from numbaflash.jax import launches
 
     real = call.plan_call
 
@@ -174,7 +174,7 @@ def test_a_plan_that_wants_copies_is_refused(monkeypatch):
         plan.copies["k"] = "a test wants it"
         return plan
 
-    monkeypatch.setattr(glue, "plan_call", plan_call)
+    monkeypatch.setattr(launches, "plan_call", plan_call)
     q, k, v = (x[:, :6] for x in made())
     with pytest.raises(ValueError, match=r"must lie so that they need no copy, .*k: a test wants it"):
         numbaflash.forward(q, k, v)
@@ -263,29 +263,29 @@ def test_the_structs_are_those_of_the_header(tmp_path):
     """Sizes and offsets of the ctypes structs against the header that this jaxlib ships, as a C compiler lays it out."""
     import shutil
 
-    from numbaflash import jax as glue
+    from numbaflash.jax import abi
 
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         pytest.skip("no C compiler")
     pairs = {
         "XLA_FFI_CallFrame": (
-            glue._CallFrame,
+            abi.CallFrame,
             {"api": "api", "ctx": "context", "stage": "stage", "args": "arguments", "rets": "results", "attrs": "attributes"},
         ),
-        "XLA_FFI_Args": (glue._Buffers, {"size": "size", "types": "types", "args": "items"}),
-        "XLA_FFI_Rets": (glue._Buffers, {"size": "size", "types": "types", "rets": "items"}),
-        "XLA_FFI_Attrs": (glue._Attributes, {"size": "size", "types": "types", "names": "names", "attrs": "items"}),
-        "XLA_FFI_Buffer": (glue._Buffer, {"dtype": "dtype", "data": "data", "rank": "rank", "dims": "dims"}),
-        "XLA_FFI_Error_Create_Args": (glue._ErrorCreate, {"message": "message", "errc": "code"}),
-        "XLA_FFI_Stream_Get_Args": (glue._StreamGet, {"ctx": "context", "stream": "stream"}),
-        "XLA_FFI_DeviceOrdinal_Get_Args": (glue._DeviceOrdinalGet, {"ctx": "context", "device_ordinal": "ordinal"}),
-        "XLA_FFI_ByteSpan": (glue._Span, {"ptr": "data", "len": "size"}),
-        "XLA_FFI_Metadata": (glue._Metadata, {"api_version": "version", "traits": "traits"}),
-        "XLA_FFI_Metadata_Extension": (glue._MetadataExtension, {"metadata": "metadata"}),
-        "XLA_FFI_Api_Version": (glue._Version, {"major_version": "major", "minor_version": "minor"}),
+        "XLA_FFI_Args": (abi.Buffers, {"size": "size", "types": "types", "args": "items"}),
+        "XLA_FFI_Rets": (abi.Buffers, {"size": "size", "types": "types", "rets": "items"}),
+        "XLA_FFI_Attrs": (abi.Attributes, {"size": "size", "types": "types", "names": "names", "attrs": "items"}),
+        "XLA_FFI_Buffer": (abi.Buffer, {"dtype": "dtype", "data": "data", "rank": "rank", "dims": "dims"}),
+        "XLA_FFI_Error_Create_Args": (abi.ErrorCreate, {"message": "message", "errc": "code"}),
+        "XLA_FFI_Stream_Get_Args": (abi.StreamGet, {"ctx": "context", "stream": "stream"}),
+        "XLA_FFI_DeviceOrdinal_Get_Args": (abi.DeviceOrdinalGet, {"ctx": "context", "device_ordinal": "ordinal"}),
+        "XLA_FFI_ByteSpan": (abi.Span, {"ptr": "data", "len": "size"}),
+        "XLA_FFI_Metadata": (abi.Metadata, {"api_version": "version", "traits": "traits"}),
+        "XLA_FFI_Metadata_Extension": (abi.MetadataExtension, {"metadata": "metadata"}),
+        "XLA_FFI_Api_Version": (abi.Version, {"major_version": "major", "minor_version": "minor"}),
         "XLA_FFI_Api": (
-            glue._Api,
+            abi.Api,
             {
                 "api_version": "version",
                 "internal_api": "internal",
@@ -307,13 +307,13 @@ def test_the_structs_are_those_of_the_header(tmp_path):
 
 def test_metadata_is_told_without_an_api():
     """As a jaxlib before 0.9 asks for it."""
-    from numbaflash import jax as glue
+    from numbaflash.jax import abi, serving
 
-    told = glue._Metadata()
-    question = glue._MetadataExtension(type=glue._METADATA, metadata=ctypes.pointer(told))
-    frame = glue._CallFrame(extension=ctypes.addressof(question))
-    assert glue._handle("forward", "cpu", ctypes.addressof(frame)) is None
-    assert (told.version.major, told.version.minor, told.traits) == (0, 1, glue._CAN_BE_CAPTURED)
+    told = abi.Metadata()
+    question = abi.MetadataExtension(type=abi.METADATA, metadata=ctypes.pointer(told))
+    frame = abi.CallFrame(extension=ctypes.addressof(question))
+    assert serving.handle("forward", "cpu", ctypes.addressof(frame)) is None
+    assert (told.version.major, told.version.minor, told.traits) == (0, 1, abi.CAN_BE_CAPTURED)
 
 
 def test_jax_that_is_too_old():
@@ -541,9 +541,9 @@ class FakeGpuCall:
     """A call of the backward as XLA makes it for a GPU: arrays in host memory, and launches that only take notes."""
 
     def __init__(self, monkeypatch, *, batches, needed, room):
-        from numbaflash import jax as glue
+        from numbaflash.jax import abi, serving
 
-        self.glue, self.launches = glue, []
+        self.abi, self.serving, self.launches = abi, serving, []
         lead, shapes = batches[:-1], [(9, 4, 24), (9, 4, 16), (13, 2, 16), (13, 2, 24), (9, 4, 24)]
         self.memory = [np.zeros((*batches, *shape), np.float32) for shape in shapes] + [np.zeros((*batches, 4, 9), np.float32)]
         self.results = [np.zeros((*batches, 9, 4, 16), np.float32), np.zeros((*batches, 13, 2, 24), np.float32), np.zeros((*lead, room), np.uint8)]
@@ -552,21 +552,20 @@ class FakeGpuCall:
             assert kind == "cuda" and index == 0 and dtypes == ("float32",) * 3
             return (lambda *call: self.launches.append((shapes[0], *call))), needed(shapes[0][0])
 
-        monkeypatch.setattr(glue, "_backward_launch", prepared)
+        monkeypatch.setattr(serving, "backward_launch", prepared)
 
     def run(self):
-        glue = self.glue
         self.kept = []
 
         def buffer(x):
             dims = (ctypes.c_int64 * x.ndim)(*x.shape)
             self.kept.append(dims)
-            return glue._Buffer(dtype=11 if x.dtype == np.float32 else 6, data=x.ctypes.data, rank=x.ndim, dims=dims)
+            return self.abi.Buffer(dtype=11 if x.dtype == np.float32 else 6, data=x.ctypes.data, rank=x.ndim, dims=dims)
 
         options = json.dumps({"needs": ["q", "v"], "arrays": [], "dropout": 0.0, "family": None, "deterministic": False})
-        glue._service.cache_clear()
-        glue._serve("backward", options, 0, [buffer(x) for x in (*self.memory, *self.results)], "cuda", 0, 77, True)
-        glue._service.cache_clear()
+        self.serving._service.cache_clear()
+        self.serving.serve("backward", options, 0, [buffer(x) for x in (*self.memory, *self.results)], "cuda", 0, 77, True)
+        self.serving._service.cache_clear()
         return self.launches
 
 

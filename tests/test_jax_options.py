@@ -197,18 +197,18 @@ def test_seeds():
 
 
 def test_a_new_seed_prepares_no_new_launch():
-    from numbaflash import jax as glue
+    from numbaflash.jax import launches, operations
 
     q, k, v = given(dict(zip(NEEDS, made(), strict=True))).values()
     jax.grad(lambda q: numbaflash.attention(q, k, v, dropout=0.5, seed=11).sum())(q)
-    before = glue._launch.cache_info().misses, glue._backward_plan.cache_info().misses
+    before = launches.forward_launch.cache_info().misses, launches.backward_plan.cache_info().misses
     jax.grad(lambda q: numbaflash.attention(q, k, v, dropout=0.5, seed=12).sum())(q)
-    assert (glue._launch.cache_info().misses, glue._backward_plan.cache_info().misses) == before
+    assert (launches.forward_launch.cache_info().misses, launches.backward_plan.cache_info().misses) == before
     for attention in (numbaflash.attention, numbaflash.forward):
         attention(q, k, v, dropout=0.0, seed=11)
-        before = glue._operation.cache_info().misses
+        before = operations.operation.cache_info().misses
         attention(q, k, v, dropout=0.0, seed=12)
-        assert glue._operation.cache_info().misses == before, "without dropout, no new program either"
+        assert operations.operation.cache_info().misses == before, "without dropout, no new program either"
 
 
 def test_what_is_hidden_may_hold_anything():
@@ -426,23 +426,23 @@ class GpuCall:
     """A call as XLA makes it for a GPU: buffers in host memory, and launches that only take notes."""
 
     def __init__(self, monkeypatch, needed=0):
-        from numbaflash import jax as glue
+        from numbaflash.jax import abi, serving
 
-        self.glue, self.launches, self.kinds, self.kept = glue, [], [], []
+        self.abi, self.serving, self.launches, self.kinds, self.kept = abi, serving, [], [], []
         launch = lambda addresses, stream: self.launches.append((addresses, stream))  # noqa: E731
-        monkeypatch.setattr(glue, "_launch", lambda *kind: self.kinds.append(kind) or launch)
-        monkeypatch.setattr(glue, "_backward_launch", lambda *kind: self.kinds.append(kind) or (launch, needed))
+        monkeypatch.setattr(serving, "forward_launch", lambda *kind: self.kinds.append(kind) or launch)
+        monkeypatch.setattr(serving, "backward_launch", lambda *kind: self.kinds.append(kind) or (launch, needed))
 
     def buffer(self, x):
         dims = (ctypes.c_int64 * x.ndim)(*x.shape)
         self.kept.append(dims)
         codes = {"bool": 1, "int32": 4, "uint8": 6, "float32": 11}
-        return self.glue._Buffer(dtype=codes[x.dtype.name], data=x.ctypes.data, rank=x.ndim, dims=dims)
+        return self.abi.Buffer(dtype=codes[x.dtype.name], data=x.ctypes.data, rank=x.ndim, dims=dims)
 
     def run(self, direction, told, inputs, results, seed=0):
-        self.glue._service.cache_clear()
-        self.glue._serve(direction, json.dumps(told), seed, [self.buffer(x) for x in (*inputs, *results)], "cuda", 0, 77, True)
-        self.glue._service.cache_clear()
+        self.serving._service.cache_clear()
+        self.serving.serve(direction, json.dumps(told), seed, [self.buffer(x) for x in (*inputs, *results)], "cuda", 0, 77, True)
+        self.serving._service.cache_clear()
         return self.launches
 
 

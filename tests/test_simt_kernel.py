@@ -1,20 +1,14 @@
-"""The simt kernels: tile choice, compiled code without a GPU, results in the CUDA simulator, results and bounds on a GPU."""
+"""The simt kernels: tile choice, compiled code without a GPU, results and bounds on a GPU. `test_simt_simulator` has results without one."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-import json
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
-import packed
 import pytest
 import simulator_cases
 
@@ -592,33 +586,6 @@ def test_offsets_are_computed_in_64_bits():
     assert len(addresses) > 100
     for address in (a or b for a, b in addresses):
         assert made_by[address] in ("add.s64", "mad.lo.s64"), f"{address} is made by {made_by[address]}"
-
-
-# ---- the simulator
-
-
-@pytest.fixture(scope="module")
-def simulator():
-    """Error (or None) of every case in the simulator."""
-    path = Path(simulator_cases.__file__)
-    environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": os.pathsep.join([str(path.parents[1]), *sys.path])}
-    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, env=environment)
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    return {line["case"]: line["error"] for line in lines}, done
-
-
-DRAWN = ("drawn by Hypothesis", "options drawn by Hypothesis")
-BACKWARD_NAMES = [f"backward: {name}" for name in (*simulator_cases.backward_cases(), *DRAWN)]
-PACKED_NAMES = [f"packed: {name}" for name in packed.CASES]
-TURN_NAMES = [f"turns: {name}" for name in simulator_cases.turn_cases()]
-
-
-@pytest.mark.xdist_group("simulator")
-@pytest.mark.parametrize("name", [*simulator_cases.cases(), *DRAWN, *BACKWARD_NAMES, *PACKED_NAMES, *TURN_NAMES])
-def test_simulator(simulator, name):
-    results, done = simulator
-    assert name in results, done.stderr[-4000:]
-    assert results[name] is None, results[name]
 
 
 # ---- the GPU

@@ -62,6 +62,8 @@ class VectorOps(straight.SimulatorOps):
         product = (np.asarray(a).astype(np.int64) & 0xFFFFFFFF).astype(np.uint64) * np.uint64(int(b) & 0xFFFFFFFF)
         return [np.asarray(x).astype(np.uint32).view(np.int32) for x in (product & np.uint64(0xFFFFFFFF), product >> np.uint64(32))]
 
+    wide_multiple = wide_product
+
     @staticmethod
     def pair(dtype, word):
         halves = np.asarray(word, np.int32)[..., None].view(np.uint16)
@@ -184,7 +186,7 @@ def argument(parameter, case, memory):
     if isinstance(parameter, toolchain.Scalar):
         return {"int32": np.int32, "int64": np.int64, "float32": np.float32}[parameter.kind](parameter.value)
     if parameter.operand == "seed":
-        return np.uint64(case.dropout_seed).view(np.int64)
+        return np.uint64((case.dropout_seed + parameter.offset) % 2**64).view(np.int64)
     return np.int64(memory[parameter.operand].view().ctypes.data + parameter.offset if parameter.operand in memory else 0)
 
 
@@ -213,11 +215,10 @@ class Model:
         self.of_tile, self.of_warpgroup, self.limits = self.band.of_tile(), self.band.of_warpgroup(), self.band.limits()
         self.bounds_of_entry, self.take_seat, self.finish = of.bounds_of_entry(config.right), of.take_seat(pack), of.finish(pack)
         self.fetch = {guarded: of.fetch(guarded) for guarded in (False, True)}
-        self.change, self.hide, self.drop = of.change(), of.hide(pack), of.drop()
+        self.change, self.hide, self.draw, self.drop = of.change(), of.hide(pack), of.draw(), of.drop()
         self.fetch_mask, self.limits_anew = of.fetch_mask(pack), self.band.limits_of_thread()
         self.seen_keys, self.sees = of.seen_keys(config.left), of.sees(pack, config.left, config.right)
-        scale = 1.0 if config.options.changes else abs(self.plain.scale or sm90._TINY_SCALE)
-        self.scale_log2 = np.float32(LOG2E * scale)
+        self.scale_log2 = np.float32(LOG2E * abs(config.options.size_of_unit(self.plain) or sm90._TINY_SCALE))
         self.row, self.column = np.int32(THREAD // 32 * 16 + THREAD % 32 // 4), np.int32(THREAD % 4 * 2)
         self.at = [(self.row + 8 * (i >> 1 & 1), self.column + 8 * (i >> 2) + (i & 1)) for i in range(config.kv_block // 2)]
 
@@ -299,7 +300,7 @@ class Model:
                 p, a = np.exp2(shifted), np.exp2((before - base) * scale)
                 l = l * a + p.sum(axis=1)
                 if config.options.dropout:
-                    p = self.gathered(self.drop([p[at] for at in self.at], seat, j, options))
+                    p = self.gathered(self.drop([p[at] for at in self.at], self.draw(seat, j, options), options))
                 o = o * a[:, None] + p @ values
         of_quad = THREAD % 4 == 0
         ones = np.ones(128, np.float32)
@@ -607,7 +608,7 @@ class GradientModel:
 
     @property
     def scale_log2(self):
-        return np.float32(LOG2E * (1.0 if self.config.options.changes else self.problem.scale))
+        return np.float32(LOG2E * self.config.options.size_of_unit(self.problem))
 
     def tile(self, q, k, v, dout, dq, shifts, deltas, batch, kv_head, n, bounds, sequence=None):
         """(dK, dV) of a tile of keys, and what it adds to dQ; packed sequences have a number that is not that of the entry in the arrays."""
@@ -1074,12 +1075,39 @@ def test_random_bits_keep_heads_apart():
     assert plan(128, **grouped, dropout=0.1).config.pack == 1
 
 
-def test_softcap_far_above_the_scores_is_exact():
-    """Both formulas of tanh, in float32 and for any argument."""
+@pytest.mark.parametrize("cap", [2.0, 1e6, 1e37])
+def test_softcap_far_above_the_scores_is_exact(cap):
+    """The formula of high caps, in float32 and for any argument."""
     x = np.float32([0, -0.0, 1e-30, 1e-6, 0.01, 0.1, 1, 5, -20, 88, 1e4, -1e30, np.inf, -np.inf])
-    for cap, kind, tolerance in ((2.0, "low", 4e-7), (2.0, "high", 2e-6), (1e6, "high", 2e-6), (1e37, "high", 2e-6)):
-        named = {"cap": np.float32(cap), "cap_slope": np.float32(0.5 / cap), "cap_exponent": np.float32(LOG2E / cap)}
-        with np.errstate(all="ignore"):
-            got = np.array([bodies.tanh(straight.SimulatorOps, kind, each, named) * named["cap"] for each in x], np.float64)
-            exact = cap * np.tanh(0.5 * x.astype(np.float64) / cap)
-        assert (np.abs(got - exact) <= tolerance * (cap if kind == "low" else np.abs(exact)) + cap * 2.0**-149).all(), (cap, kind)
+    named = {"cap_slope": np.float32(0.5 / cap), "cap_exponent": np.float32(LOG2E / cap)}
+    with np.errstate(all="ignore"):
+        got = np.array([bodies.tanh(straight.SimulatorOps, "high", each, named) * np.float32(cap) for each in x], np.float64)
+        exact = cap * np.tanh(0.5 * x.astype(np.float64) / cap)
+    assert (np.abs(got - exact) <= 2e-6 * np.abs(exact) + cap * 2.0**-149).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "scale", "unit", "size"),
+    [
+        ({"softcap": 30.0}, 0.1, "cap", 30.0),
+        ({"softcap": 30.0}, -3.0, "cap", 30.0),
+        ({"softcap": 1000.0}, 0.1, "one", 1.0),
+        (PLANS["alibi"], 0.1, "scale", 0.1),
+        (PLANS["alibi"], 0.0, "one", 1.0),
+        (PLANS["alibi"], -0.1, "one", 1.0),
+        (PLANS["alibi"], 1e-30, "one", 1.0),
+        (PLANS["alibi"] | {"softcap": 30.0}, 0.1, "one", 1.0),
+        (PLANS["bias"], 0.1, "one", 1.0),
+        (PLANS["mask"] | PLANS["dropout"], -0.1, "scale", -0.1),
+    ],
+    ids=str,
+)
+def test_the_unit_of_scores(options, scale, unit, size):
+    """A cap costs no product of its own, nor does the scale beside ALiBi, unless a slope over it could overflow."""
+    made = plan(128, scale=scale, **options)
+    of_kernel = made.config.options
+    assert (of_kernel.unit, of_kernel.size_of_unit(made.problem)) == (unit, size)
+    assert made.config.negative_scale == (unit == "scale" and scale < 0)
+    arguments = zip(of_kernel.parameters(), of_kernel.arguments(made.problem, made.layouts), strict=True)
+    factors = [each.value for (name, _), each in arguments if name == "inverse_scale"]
+    assert factors == ([float(np.float32(1 / size))] if "alibi_slopes" in options and unit == "scale" else [])

@@ -21,7 +21,7 @@ class JAX(Library):
     one_device = False
 
     def forward(self, q, k, v, *, out, lse, stream, **options):
-        from ..jax import forward
+        from ..jax.functions import forward
 
         for argument, given in (("out", out), ("lse", lse)):
             if given is not None:

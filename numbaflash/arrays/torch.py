@@ -59,7 +59,7 @@ def _untraced(name, *arrays, **options):
 
 
 def _operator(name):
-    from .. import torch as operators
+    from ..torch import operators
 
     return getattr(operators, f"recorded_{name}")
 

@@ -43,22 +43,33 @@ def keep_limit(dropout: float) -> int:
     return (round(dropout * DROPOUT_STEPS) - DROPOUT_STEPS // 2) << 16
 
 
-def philox(ops, counter, key):
-    """Straight-line body: four random words of a counter of four int32 and a key of two."""
-    (a, b, c, d), (k0, k1) = counter, key
-    m0, m1 = (ops.integer(_signed(m)) for m in MULTIPLIERS)
-    for n in range(ROUNDS):
-        low0, high0 = ops.wide_product(a, m0)
-        low1, high1 = ops.wide_product(c, m1)
-        bump0, bump1 = (_signed(w * n) for w in WEYL)
-        a, b, c, d = high1 ^ b ^ (k0 + bump0), low1, high0 ^ d ^ (k1 + bump1), low0
+def round_keys(seed) -> list:
+    """The keys of the rounds, two words each, of those of a seed."""
+    return [[word + _signed(weyl * n) for word, weyl in zip(seed, WEYL, strict=True)] for n in range(ROUNDS)]
+
+
+def integer_product(ops, x, multiplier):
+    return ops.wide_product(x, ops.integer(_signed(multiplier)))
+
+
+def float64_product(ops, x, multiplier):
+    return ops.wide_multiple(x, multiplier)
+
+
+def philox(ops, counter, keys, product=integer_product):
+    """Straight-line body: four random words of a counter of four int32 and the keys of the rounds. ``product`` gives the two words of a product."""
+    a, b, c, d = counter
+    for k0, k1 in keys:
+        low0, high0 = product(ops, a, MULTIPLIERS[0])
+        low1, high1 = product(ops, c, MULTIPLIERS[1])
+        a, b, c, d = high1 ^ b ^ k0, low1, high0 ^ d ^ k1, low0
     return [a, b, c, d]
 
 
-def block(ops, query, key, head, batch, seed):
+def block(ops, query, key, head, batch, keys, product=integer_product):
     """Straight-line body: the words of the eight pairs to which a query and a key belong."""
     columns, rows = ((key >> 5) << 3) | (key & 7), ((query >> 4) << 3) | (query & 7)
-    return philox(ops, [columns, rows, head, batch], seed)
+    return philox(ops, [columns, rows, head, batch], keys, product)
 
 
 def is_kept(word, upper, limit):
@@ -77,7 +88,11 @@ def _is_pair_kept(ops, words, query, key, limit):
     return ops.select((query & 8) == 0, lower, upper)
 
 
-block_words = straight_line(WORDS, (int32, int32, int32, int32, SEED), block)
+block_words = straight_line(
+    WORDS,
+    (int32, int32, int32, int32, SEED),
+    lambda ops, query, key, head, batch, seed: block(ops, query, key, head, batch, round_keys(seed)),
+)
 """``f(query, key, head, batch, seed) -> words`` of the eight pairs to which a query and a key belong; ``seed`` as `seed_words` has it."""
 
 pair_kept = straight_line(int32, (WORDS, int32, int32, int32), _is_pair_kept)

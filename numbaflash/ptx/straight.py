@@ -11,6 +11,7 @@ Tuples come in as lists and are returned as lists. Arrays come in with ``shape``
 from __future__ import annotations
 
 import ctypes
+import struct
 from dataclasses import dataclass
 
 import numpy as np
@@ -243,11 +244,28 @@ class GpuOps:
         return Register(self.builder, self.builder.fma(a.value, b.value, c.value))
 
     def wide_product(self, a, b):
-        """(low, high) words of the 64-bit product of two int32 read as unsigned: one instruction."""
-        builder = self.builder
-        product = builder.mul(builder.zext(a.value, _I64), builder.zext(b.value, _I64))
-        high = builder.lshr(product, ir.Constant(_I64, 32))
-        return [Register(builder, builder.trunc(x, llvm_i32)) for x in (product, high)]
+        """(low, high) words of the 64-bit product of two int32 read as unsigned: one instruction.
+
+        In LLVM's arithmetic, its optimiser would turn what follows into products of 64-bit numbers, three instructions each.
+        """
+        text = "{.reg .b64 product; mul.wide.u32 product, $2, $3; mov.b64 {$0, $1}, product;}"
+        words = ir.LiteralStructType([llvm_i32] * 2)
+        product = emit(self.builder, words, [a.value, b.value], text, "=r,=r,r,r", pure=True)
+        return [Register(self.builder, self.builder.extract_value(product, i)) for i in (0, 1)]
+
+    def wide_multiple(self, a, factor):
+        """(low, high) words of the 64-bit product of an int32, read as unsigned, and a constant below 2**32, the high one from the float64 unit.
+
+        On a GPU with as many of those as for integer products, such as an H200, that takes a fourth of the time of `wide_product`. a stands in the
+        low word of 2**52 + a; the sum 2**52 + a * factor / 2**32, rounded towards zero, ends with the high word.
+        """
+        scale, rest = (struct.pack(">d", x).hex() for x in (factor / 2.0**32, 2.0**52 - 2.0**20 * factor))
+        text = (
+            "{.reg .b64 wide; .reg .b32 rest; mov.b64 wide, {$2, 0x43300000};"
+            f"fma.rz.f64 wide, wide, 0d{scale}, 0d{rest}; mov.b64 {{$1, rest}}, wide; mul.lo.u32 $0, $2, {factor};}}"
+        )
+        product = emit(self.builder, ir.LiteralStructType([llvm_i32] * 2), [a.value], text, "=&r,=r,r", pure=True)
+        return [Register(self.builder, self.builder.extract_value(product, i)) for i in (0, 1)]
 
     def minimum(self, a, b):
         """The smaller one of integers."""
@@ -283,6 +301,10 @@ class GpuOps:
     def reciprocal(self, x):
         """1 / x of a float32: the special-function unit, 1 ulp."""
         return self._pure(llvm_f32, "rcp.approx.ftz.f32 $0, $1;", "=f,f", x)
+
+    def tanh_approx(self, x):
+        """Hyperbolic tangent of a float32: the special-function unit, a relative error of 2**-11."""
+        return self._pure(llvm_f32, "tanh.approx.f32 $0, $1;", "=f,f", x)
 
     def exp(self, x):
         """e to the power of a float64, in full precision."""
@@ -488,9 +510,11 @@ class SimulatorOps:
         product = (int(a) & 0xFFFFFFFF) * (int(b) & 0xFFFFFFFF)
         return [np.uint32(x).view(np.int32) for x in (product & 0xFFFFFFFF, product >> 32)]
 
+    wide_multiple = wide_product
+
     integer = staticmethod(np.int32)
     wide = staticmethod(np.int64)
-    tanh = staticmethod(np.tanh)
+    tanh = tanh_approx = staticmethod(np.tanh)
     absolute = staticmethod(np.abs)
     minimum = staticmethod(np.fmin)
     maximum = staticmethod(np.fmax)

@@ -100,7 +100,7 @@ class TensorMap:
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """The address of an operand, ``offset`` bytes further, as uint64."""
+    """The address of an operand, ``offset`` bytes further, as uint64; of a number in the place of an address, the sum modulo 2**64."""
 
     operand: str
     offset: int = 0
@@ -186,6 +186,7 @@ def _lower(parameters, operands):
 
 
 # A block starts with words: a CUlaunchConfig (7 of them), the current context, the operands' addresses. Tensor maps, aligned, come next.
+_WORD = 2**64 - 1
 _STREAM = 4
 _CONTEXT = 7
 _ADDRESSES = 8
@@ -236,7 +237,7 @@ class _Block:
         words = self.words
         self.put(addresses)
         for word, operand, offset in self.shifted:
-            words[word] = addresses[operand] + offset
+            words[word] = addresses[operand] + offset & _WORD
         for each in self.maps:
             operand, at, last, described = each
             address = addresses[operand] + described.offset

@@ -67,7 +67,7 @@ def drawing(compute, lanes):
     draw_keys : intrinsic
         ``draw_keys(query, head, key, batch, seed, limit, factor, place)``: the lanes are keys from ``key`` on, of one row.
     """
-    from ..dropout import block, is_kept
+    from ..dropout import block, is_kept, round_keys
 
     integers, numbers = ir.VectorType(INT32, lanes), ir.VectorType(element_type(compute), lanes)
     zero = ir.Constant(numbers, None)
@@ -75,8 +75,8 @@ def drawing(compute, lanes):
     def everywhere(builder, scalar):
         return _Lanes(builder, broadcast(builder, builder.trunc(scalar, INT32) if scalar.type == INT64 else scalar, lanes))
 
-    def key_of(builder, seed):
-        return [everywhere(builder, seed), everywhere(builder, builder.lshr(seed, INT64(32)))]
+    def keys_of(builder, seed):
+        return round_keys([everywhere(builder, seed), everywhere(builder, builder.lshr(seed, INT64(32)))])
 
     def kept(builder, word, query, limit):
         upper = builder.icmp_signed("!=", (query & 8).value, ir.Constant(integers, None))
@@ -87,7 +87,7 @@ def drawing(compute, lanes):
         def codegen(context, builder, sig, args):
             queries, heads, key, batch, seed, limit, factor, place, stride = args
             query, head = (_Lanes(builder, builder.load(pointer(builder, x, integers), align=4)) for x in (queries, heads))
-            words = block(_Ops(builder, lanes), query, everywhere(builder, key), head, everywhere(builder, batch), key_of(builder, seed))
+            words = block(_Ops(builder, lanes), query, everywhere(builder, key), head, everywhere(builder, batch), keys_of(builder, seed))
             factors, limits = broadcast(builder, factor, lanes), everywhere(builder, limit)
             for n, word in enumerate(words):
                 target = builder.add(place, builder.mul(stride, INT64(8 * n)))
@@ -102,7 +102,7 @@ def drawing(compute, lanes):
         def codegen(context, builder, sig, args):
             query, head, key, batch, seed, limit, factor, place = args
             query, keys = everywhere(builder, query), everywhere(builder, key) + _Lanes(builder, ir.Constant(integers, list(range(lanes))))
-            words = block(_Ops(builder, lanes), query, keys, everywhere(builder, head), everywhere(builder, batch), key_of(builder, seed))
+            words = block(_Ops(builder, lanes), query, keys, everywhere(builder, head), everywhere(builder, batch), keys_of(builder, seed))
             number, word = (keys >> 3) & 3, words[3]
             for n in (2, 1, 0):
                 mine = builder.icmp_signed("==", number.value, ir.Constant(integers, [n] * lanes))

@@ -21,7 +21,7 @@ from numbaflash.problem import GRANULE
 from numbaflash.ptx.straight import straight_line
 
 from ..blocks.layout import BITS, FULL, PARTIAL
-from ..dropout import block
+from ..dropout import block, round_keys
 from .config import Elements
 from .options import as_bits
 
@@ -320,14 +320,14 @@ def _kept(ops, config, share, options, query, key, batch, head):
     A tile, and what a warp has of it, begins at a multiple of its size, and sizes are powers of two, as those of a block of random bits are: which
     pairs share a block is known when the kernel is built, and which part of it is whose where the share is not smaller than the block.
     """
-    seed, rows, columns = ops.halves(options["seed"]), share.rows * config.lanes_m, share.columns * config.lanes_n
+    keys, rows, columns = round_keys(ops.halves(options["seed"])), share.rows * config.lanes_m, share.columns * config.lanes_n
     words, limit = {}, options["keep_limit"]
 
     def kept(i, j):
         row, column = i * config.lanes_m, j * config.lanes_n
         numbers = row // 16, row % 8, column // 32, column % 8
         if numbers not in words:
-            words[numbers] = block(ops, query + row, key + column, head, batch, seed)
+            words[numbers] = block(ops, query + row, key + column, head, batch, keys)
         found = words[numbers]
         if config.lanes_n <= 8 and columns % 32 == 0:
             word = found[column // 8 % 4]

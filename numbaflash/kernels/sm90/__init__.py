@@ -134,7 +134,7 @@ def parameters(plan: Plan) -> list:
     problem, first_key = kernel_keys(plan.problem)  # keys that no query sees are not even loaded: whatever they hold stays outside
     config, layouts = plan.config, plan.layouts
     tiles, heads = q_tiles(problem, config), columns(problem, config)
-    scale_log2 = math.log2(math.e) * (1.0 if config.options.changes else abs(problem.scale or _TINY_SCALE))
+    scale_log2 = math.log2(math.e) * abs(config.options.size_of_unit(problem) or _TINY_SCALE)
     integers = (
         problem.seqlen_q,
         problem.seqlen_k,

@@ -231,7 +231,7 @@ def forward_config(problem: Problem, layouts: Layouts | None = None) -> ForwardC
     pack = 1 if problem.dropout else packed_heads(problem, tiles["q_tile"])  # random bits serve two queries of a head
     options = Options.of(whole, layouts, pack)
     registers = ROOMY_PRODUCER if widest > 128 and d != dv else REGISTERS[tiles["q_tile"] // 64]
-    if options:
+    if options and not _only_drops(problem, options):
         registers = MASK_REGISTERS if options.masked else OPTION_REGISTERS[tiles["q_tile"] // 64]
     return ForwardConfig(
         element=ELEMENTS[problem.dtype],
@@ -241,10 +241,15 @@ def forward_config(problem: Problem, layouts: Layouts | None = None) -> ForwardC
         right=problem.right is not None,
         registers=registers,
         pack=pack,
-        negative_scale=problem.scale < 0 and not options.changes,
+        negative_scale=problem.scale < 0 and options.unit == "scale",
         options=options,
         **tiles,
     )
+
+
+def _only_drops(problem: Problem, options: Options) -> bool:
+    """Dropout is all there is to do beside the plain kernel of a simple band."""
+    return options.dropout and not (options.hides or options.changes or options.sinks or problem.left is not None)
 
 
 def option_tiles(problem: Problem, tiles: dict, options: Options) -> dict:
@@ -259,7 +264,7 @@ def option_tiles(problem: Problem, tiles: dict, options: Options) -> dict:
     if options.dropout and options.reads:
         most = min(most, 64 if widest <= (128 if apart else 192) else 32)
     elif options.dropout:
-        most = min(most, 64 if widest > 128 else 96 if widest > 64 and options.packed and options.changes else 128)
+        most = min(most, 64 if widest > 128 else 96 if widest > 64 and not _only_drops(problem, options) else 128)
     elif options.mask and apart and 64 < widest <= 128:
         most = min(most, 64)
     return tiles | {"kv_block": most, "hold": min(tiles.get("hold", 16), most // 4)}

@@ -90,6 +90,8 @@ def build(config: ForwardConfig) -> KernelSource:
     of_scores = Scores(kv_block, options_of)
     bounds_of_entry, take_seat, finish = of_scores.bounds_of_entry(has_right), of_scores.take_seat(pack), of_scores.finish(pack)
     fetch, fetch_first, change, drop = of_scores.fetch(False), of_scores.fetch(True), of_scores.change(), of_scores.drop()
+    if drops:
+        draw, hold_back_drawn = of_scores.draw(), fragment.hold_back_words(kv_block // 4)
     no_words = straight_line(of_scores.words, (), lambda ops: [ops.integer(0)] * len(of_scores.words))
     if listed:
         list_at, hide, no_mask_words = of_scores.list_at(), of_scores.hide(pack), of_scores.no_mask_words()
@@ -153,6 +155,9 @@ def build(config: ForwardConfig) -> KernelSource:
             """S of block j, while P V of the block before it is added to the accumulator. ``partial`` is that of its entry, where there are lists."""
             v_place = place
             place = advance(place)
+            if drops:  # while another warpgroup has its turn, and before the scores take registers
+                drawn = draw(my.seat, j, my.options)
+                hold_back_drawn(my.scratch, drawn)
             pipeline.wait(ring.k_full, place)
             if pingpong:
                 warp.barrier_sync(my.turn, 256)
@@ -184,7 +189,7 @@ def build(config: ForwardConfig) -> KernelSource:
                 s = hide(s, mask_words, row, my.lane, j, batch, head, bounds[0], bounds[1], my.options)
             p, statistics, sums = online_softmax(s, statistics, my.scale_log2)
             if drops:
-                p = drop(p, my.seat, j, my.options)
+                p = drop(p, drawn, my.options)
             if held:
                 hold_back(my.scratch, sums)
             acc, p = wait_out_and_p(acc, p)
@@ -436,6 +441,8 @@ def build(config: ForwardConfig) -> KernelSource:
                         mask_words = no_mask_words()
                         if is_partial(entry) != 0:
                             mask_words = fetch_mask(spot[0], lane, j, batch, head, bounds[0], options)
+                    if drops:
+                        drawn = draw(seat, j, options)
                     s = wait_scores(s)
                     pipeline.release(k_empty, place, lane)
                     if negative_scale:
@@ -450,7 +457,7 @@ def build(config: ForwardConfig) -> KernelSource:
                         s = mask_first(s, j, limits)
                     p, statistics, _ = online_softmax(s, statistics, scale_log2)
                     if drops:
-                        p = drop(p, seat, j, options)
+                        p = drop(p, drawn, options)
                     p16 = p_to_16bit(p)
 
                     if listed:

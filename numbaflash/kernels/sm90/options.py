@@ -17,6 +17,10 @@ from ..blocks.layout import bits_at, granules
 FEATURES = frozenset({"softcap", "mask", "block_mask", "bias", "alibi_slopes", "sinks", "dropout", "seqlens_q", "seqlens_k", PACKED_FEATURE})
 """`Problem.features` that the kernels have, forward and gradients."""
 
+ROUND_KEYS = tuple((f"round{n}_low", f"round{n}_high") for n in range(10))
+"""Parameters whose lower and upper words are the keys of Philox's rounds, as constants of the kernel without cost. Where mask or bias is read, only
+the first are: so many parameters beside theirs take a register too many at head dim 256."""
+
 KEYS_OF_A_DRAW = 32
 """Keys that share random bits of dropout: blocks of keys start at multiples of it."""
 
@@ -32,7 +36,10 @@ _AXES = {
 }
 
 _LOW_CAP = 64.0
-"""Up to this softcap the error of tanh, 3e-7 of the cap, is one of a score's own rounding; see `scores.tanh`."""
+"""Up to this softcap tanh is the special-function unit's: its error, 2**-11 of a score, is as small as 16 bits have it; see `scores.tanh`."""
+
+_LEAST_SCALE = 2.0**-40
+"""From this scale on ALiBi's slopes are divided by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +93,11 @@ class Options:
 
     Attributes
     ----------
+    unit : str
+        What scores are multiples of, from the step on that changes them: the "scale", which leaves products as they are, the "cap", which leaves
+        tanh, or "one".
     softcap : str or None
-        "low" or "high": whether the error of its tanh may be relative to the cap, or must be to the score.
+        "low" or "high": how its tanh is computed.
     mask, bias : Access or None
     block_mask : bool
         The mask is a `numbaflash.BlockMask`.
@@ -104,6 +114,7 @@ class Options:
         Results whose rows are written one by one where a sequence ends within a tile.
     """
 
+    unit: str = "scale"
     softcap: str | None = None
     mask: Access | None = None
     bias: Access | None = None
@@ -133,8 +144,10 @@ class Options:
             layout = layouts and getattr(layouts, name) or Layout(shape, contiguous_strides(shape, ITEMSIZE[problem.dtype_of(name)]))
             return access_of(name, problem, layout, pack)
 
+        softcap = None if problem.softcap is None else "low" if problem.softcap <= _LOW_CAP else "high"
         return cls(
-            softcap=None if problem.softcap is None else "low" if problem.softcap <= _LOW_CAP else "high",
+            unit=_unit(problem, softcap),
+            softcap=softcap,
             mask=access("mask"),
             bias=access("bias"),
             block_mask=problem.block_mask is not None,
@@ -179,7 +192,7 @@ class Options:
 
     @property
     def changes(self) -> bool:
-        """A score is more than a multiple of a product, and kept in natural units."""
+        """A score is more than a multiple of a product."""
         return bool(self.softcap or self.alibi or self.bias)
 
     @property
@@ -207,14 +220,21 @@ class Options:
         """Scores may be as low as float32 goes, where their multiples in base 2 are no numbers any more."""
         return self.bias is not None and self.bias.dtype != "float16"
 
+    def size_of_unit(self, problem: Problem) -> float:
+        """What a score of 1 is in natural units."""
+        return {"scale": problem.scale, "cap": problem.softcap, "one": 1.0}[self.unit]
+
     def parameters(self) -> tuple[tuple[str, str], ...]:
         """(name, dtype) of what the options add to the parameters of a kernel, in their order. "pointer" is an address."""
         found = []
         if self.softcap:
-            found += [("cap", "float32"), ("cap_exponent", "float32")]
-            found += [("cap_slope", "float32")] if self.softcap == "high" else []
-        elif self.changes:
+            found.append(("cap_slope", "float32"))
+            found += [("cap_exponent", "float32")] if self.softcap == "high" else []
+            found += [("cap", "float32")] if self.unit == "one" else []
+        elif self.unit == "one":
             found.append(("scale", "float32"))
+        if self.alibi and self.unit == "scale":
+            found.append(("inverse_scale", "float32"))
         present = (self.mask, self.bias, self.alibi, self.sinks, self.seqlens_q, self.seqlens_k, self.cu_seqlens_q, self.cu_seqlens_k)
         for (name, axes), given in zip(_AXES.items(), present, strict=True):
             if given:
@@ -227,7 +247,8 @@ class Options:
             found += [("block_words", "pointer"), ("block_bits", "pointer"), ("block_batch", "int64"), ("block_head", "int64")]
             found += [("block_row", "int64"), ("block_last_row", "int32"), ("block_columns", "int32")]
         if self.dropout:
-            found += [("first_key", "int32"), ("seed", "pointer"), ("keep_limit", "int32"), ("keep_factor", "float32")]
+            found += [("first_key", "int32"), ("keep_limit", "int32"), ("keep_factor", "float32")]
+            found += [(name, "pointer") for pair in (ROUND_KEYS[:1] if self.reads else ROUND_KEYS) for name in pair]
         if self.packed:
             found += [("sequences", "int32"), ("total_q", "int32"), ("total_k", "int32")]
         for name in self.stored:
@@ -236,24 +257,28 @@ class Options:
 
     def arguments(self, problem: Problem, layouts: Layouts | BackwardLayouts, first: int = 0, lists: Lists | None = None) -> list:
         """The same as the toolchain takes them, for the whole problem; the kernel counts keys from the ``first`` on, and steps through ``lists``."""
-        values = {"first_key": first, "scale": _float32(problem.scale)}
+        values, pointers = {"first_key": first, "scale": _float32(problem.scale)}, {name: (name, 0) for name in self.stored}
+        if self.alibi and self.unit == "scale":
+            values["inverse_scale"] = _float32(1.0 / problem.scale)
         if self.softcap:
             cap, slope = problem.softcap, problem.scale / problem.softcap
             values |= {"cap": cap, "cap_slope": _float32(slope), "cap_exponent": _float32(2 * math.log2(math.e) * slope)}
         if self.dropout:
-            from ..dropout import keep_limit  # which imports numba.cuda
+            from ..dropout import WEYL, keep_limit  # which imports numba.cuda
 
             values |= {"keep_limit": keep_limit(problem.dropout), "keep_factor": _float32(1.0 / (1.0 - problem.dropout))}
+            # The seed itself is in the place of an address. What is added to its upper word leaves the lower one alone, but not the other way round.
+            sums = {name: WEYL[i] * n % 2**32 << 32 * i for n, pair in enumerate(ROUND_KEYS) for i, name in enumerate(pair)}
+            pointers |= {name: ("seed", offset) for name, offset in sums.items()}
         if self.packed:
             values |= {"sequences": problem.batch, "total_q": problem.total_q, "total_k": problem.total_k}
-        offsets = dict.fromkeys(("seed", *self.stored), 0)  # of the seed, the number itself is in the place of an address
-        names = {"lists": "workspace", "ranks": "workspace", "block_words": "block_mask", "block_bits": "block_mask"}
         if self.masked:
-            offsets |= {"lists": lists.lists_at, "ranks": lists.ranks_at}
+            pointers |= {"lists": ("workspace", lists.lists_at), "ranks": ("workspace", lists.ranks_at)}
             values |= dict(zip(("lists_batch", "lists_head", "lists_words"), lists.steps, strict=True))
         if self.block_mask:
             rows, columns = granules(problem.seqlen_q), granules(problem.seqlen_k)
-            offsets |= {"block_words": 4 * (first // GRANULE), "block_bits": 4 * bits_at(problem.seqlen_q, problem.seqlen_k)}
+            places = {"block_words": 4 * (first // GRANULE), "block_bits": 4 * bits_at(problem.seqlen_q, problem.seqlen_k)}
+            pointers |= {name: ("block_mask", offset) for name, offset in places.items()}
             values["block_batch"], values["block_head"], _ = steps(layouts.block_mask)
             values |= {"block_row": 4 * columns, "block_last_row": rows - 1, "block_columns": columns - first // GRANULE}
         for name in self.stored:
@@ -261,11 +286,18 @@ class Options:
         for name in _AXES.keys() & set(problem.options):
             strides = dict(zip(_AXES[name], steps(getattr(layouts, name)), strict=True))
             values |= {f"{name}_{axis}": step for axis, step in strides.items()}
-            offsets[name] = first * strides.get("key", 0)
+            pointers[name] = name, first * strides.get("key", 0)
         return [
-            toolchain.Pointer(names.get(name, name), offsets[name]) if dtype == "pointer" else toolchain.Scalar(dtype, values[name])
-            for name, dtype in self.parameters()
+            toolchain.Pointer(*pointers[name]) if dtype == "pointer" else toolchain.Scalar(dtype, values[name]) for name, dtype in self.parameters()
         ]
+
+
+def _unit(problem: Problem, softcap: str | None) -> str:
+    if problem.bias is not None or (softcap and problem.alibi is not None):
+        return "one"
+    if softcap:
+        return "cap" if softcap == "low" else "one"
+    return "scale" if problem.alibi is None or problem.scale >= _LEAST_SCALE else "one"
 
 
 def _float32(x: float) -> float:

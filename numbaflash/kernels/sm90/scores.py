@@ -7,7 +7,8 @@ know of its rows in a tile it finds out once, as its *seat*; what it reads for a
 of its tile says that some pair is hidden, of the mask, are the block's *words*, which can be on their way while the products are. In the forward
 rows are queries (with packed heads, the heads of one query after the other) and columns are keys.
 
-With an option that changes scores they are in natural units from there on, and so are m and the LSE; else they are bare products.
+From there on scores, and m, are multiples of a unit (`Options.unit`) that costs no instruction where it can be had: the scale, for bare products
+and for those to which ALiBi adds; the cap, for a softcap; else one.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from ...ptx.inline import make_intrinsic
 from ...ptx.straight import straight_line
 from ..bands import BOUNDS
 from ..blocks.layout import BITS, FULL, LIST_START, PARTIAL
-from ..dropout import block, is_kept
-from .options import KEYS_OF_A_DRAW, Access, Options
+from ..dropout import block, float64_product, is_kept, round_keys
+from .options import KEYS_OF_A_DRAW, ROUND_KEYS, Access, Options
 
 I32, I64, F32 = types.int32, types.int64, types.float32
 LOG2E = math.log2(math.e)
@@ -65,7 +66,7 @@ class Scores:
             found |= {f"bias{r}": I64 for r in range(1 + options.bias.by_row)}
             found["columns"] = I32  # from the thread's first one of block 0 to the last there is
         if options.alibi:
-            found |= {"fall0": F32, "fall1": F32, "place0": I32, "place1": I32}  # -slope; the column beside which the row stands
+            found |= {"fall0": F32, "fall1": F32, "place0": I32, "place1": I32}  # -slope / unit; the column beside which the row stands
         if options.dropout:
             found |= {"query": I32, "key": I32, "head": I32, "batch": I32}
         return found or {"row": I32}  # a tuple must have a member
@@ -92,7 +93,7 @@ class Scores:
             for r, (query, query_head) in enumerate(rows):
                 if self.options.alibi:
                     slope = ops.fetch("f32", element(ops, named, "alibi_slopes", batch=batch, head=query_head), 0)
-                    seat |= {f"fall{r}": slope * -1.0, f"place{r}": query + bounds[2] - column}
+                    seat |= {f"fall{r}": in_units(self.options, named, slope) * -1.0, f"place{r}": query + bounds[2] - column}
             if self.options.dropout:
                 seat |= {"query": row, "key": column + named["first_key"], "head": head, "batch": batch}
             return [seat[name] for name in self._seat()]
@@ -194,7 +195,7 @@ class Scores:
     # ---- what a score is
 
     def change(self):
-        """``f(products, words, seat, block, options) -> scores``, in natural units."""
+        """``f(products, words, seat, block, options) -> scores``."""
         kind, options_of = fragment(self.columns), self.options
 
         def body(ops, s, words, seat, number, options):
@@ -204,7 +205,7 @@ class Scores:
             scores = []
             for i, x in enumerate(s):
                 row, column = (i >> 1) & 1, 8 * (i >> 2) + (i & 1)
-                fall = ops.absolute(places[row] - float(column)) * seat[f"fall{row}"] if options_of.alibi else None
+                fall = (ops.absolute(places[row] - float(column)), seat[f"fall{row}"]) if options_of.alibi else None
                 bias = self._bias(ops, words, i) if options_of.bias else None
                 scores.append(changed(ops, options_of, named, x, fall, bias)[0])
             return scores
@@ -246,22 +247,37 @@ class Scores:
         row, column = (i >> 1) & 1, 8 * (i >> 2) + (i & 1)
         return words[self.columns // 32 * row + column // 32], column % 32
 
+    @property
+    def drawn(self):
+        """Numba type of a block's random bits."""
+        return types.UniTuple(I32, self.columns // 4)
+
+    def draw(self):
+        """``f(seat, block, options) -> drawn``, which can be while the products are. Rows start at multiples of 16, blocks at multiples of 32."""
+
+        def body(ops, seat, number, options):
+            named, seat, words = self._named(options), dict(zip(self._seat(), seat, strict=True)), []
+            keys, key = round_keys_of(ops, named), seat["key"] + number * self.columns
+            for first in range(0, self.columns, KEYS_OF_A_DRAW):
+                for e in (0, 1):
+                    words += block(ops, seat["query"], key + (first + e), seat["head"], seat["batch"], keys, float64_product)
+            return words
+
+        return straight_line(self.drawn, (self.seat, I32, self._given), body)
+
     def drop(self):
-        """``f(p, seat, block, options) -> p``: 0 where dropout drops a weight. Rows start at multiples of 16, blocks at multiples of 32."""
+        """``f(p, drawn, options) -> p``: 0 where dropout drops a weight."""
         kind = fragment(self.columns)
 
-        def body(ops, p, seat, number, options):
-            named, seat = self._named(options), dict(zip(self._seat(), seat, strict=True))
-            seed, words, found = ops.halves(named["seed"]), {}, []
-            key = seat["key"] + number * self.columns
+        def body(ops, p, drawn, options):
+            limit, found = self._named(options)["keep_limit"], []
             for i, x in enumerate(p):
-                draw, word, e = i >> 2 >> 2, (i >> 2) & 3, i & 1
-                if (draw, e) not in words:
-                    words[draw, e] = block(ops, seat["query"], key + (KEYS_OF_A_DRAW * draw + e), seat["head"], seat["batch"], seed)
-                found.append(ops.select(is_kept(words[draw, e][word], (i >> 1) & 1, named["keep_limit"]), x, 0.0))
+                row, column, e = (i >> 1) & 1, i >> 2, i & 1
+                word = drawn[4 * (2 * (column >> 2) + e) + (column & 3)]
+                found.append(ops.select(is_kept(word, row, limit), x, 0.0))
             return found
 
-        return straight_line(kind, (kind, self.seat, I32, self._given), body)
+        return straight_line(kind, (kind, self.drawn, self._given), body)
 
     # ---- the end of a softmax
 
@@ -278,7 +294,7 @@ class Scores:
             for r in (0, 1):
                 there = (row + 8 * r) // pack < length_q
                 top, total, factor = m[r], ops.select(there, l[r], 0.0), None
-                if not self.options.changes:
+                if self.options.unit != "one":
                     top = top * (scale_log2 * LN2)
                 if self.options.sinks:
                     sink = ops.fetch("f32", element(ops, named, "sinks", head=head * pack + (row + 8 * r) % pack), 0)
@@ -452,6 +468,17 @@ def has_bit(word, place: int):
     return (word & _signed(1 << place)) != 0
 
 
+def in_units(options: Options, named, slope):
+    """Straight-line slope of ALiBi in units of the scores."""
+    return slope * named["inverse_scale"] if options.unit == "scale" else slope
+
+
+def round_keys_of(ops, named) -> list:
+    """Straight-line keys of Philox's rounds, as the kernel has them or computed from the first ones."""
+    found = [[ops.halves(named[name])[i] for i, name in enumerate(pair)] for pair in ROUND_KEYS if pair[0] in named]
+    return found if len(found) > 1 else round_keys(found[0])
+
+
 def is_shown(word, byte: int):
     """Straight-line condition: whether that byte of a word, an element of a mask, shows its pair."""
     return (word & _signed(0xFF << 8 * byte)) != 0
@@ -462,33 +489,35 @@ def _signed(word: int) -> int:
 
 
 def changed(ops, options: Options, named, product, fall, bias):
-    """Straight-line ``(score, slope)`` of a product, in natural units: what is added to it, ALiBi's fall and an element of the bias, is None where
-    there is none of it. ``slope`` is the derivative of the score by the scaled product, None for 1.
+    """Straight-line ``(score, slope)`` of a product. ALiBi's ``fall`` is (distance, what a score falls by over a distance of 1); it and the element
+    of the bias are None where there is none. ``slope`` is the derivative of the score by the scaled product, None for 1.
     """
-    more = bias if fall is None else fall if bias is None else fall + bias
-    if not options.softcap:
-        return ops.fma(product, named["scale"], more), None
-    t = tanh(ops, options.softcap, product, named)
-    score = t * named["cap"]
-    return score if more is None else score + more, 1.0 - t * t
+    slope, multiple, factor = None, product, "scale"
+    if options.softcap:
+        multiple, factor = tanh(ops, options.softcap, product, named), "cap"
+        slope = 1.0 - multiple * multiple
+    if options.unit != "one":
+        return ops.fma(*fall, multiple) if fall else multiple, slope
+    more = bias if fall is None else fall[0] * fall[1] if bias is None else ops.fma(*fall, bias)
+    return multiple * named[factor] if more is None else ops.fma(multiple, named[factor], more), slope
 
 
 def tanh(ops, cap: str, product, named):
     """Straight-line ``tanh(scale * product / cap)``.
 
-    ``tanh(y) = 1 - 2 / (1 + exp(2 y))`` errs by some 3e-7, in proportion to the cap. For a "high" one small arguments take a series, and the error
-    is one of the score: 1e-6.
+    For a "low" cap it is the special-function unit's, with a relative error of 2**-11. A "high" one, from which small scores must come out as they
+    are, has ``1 - 2 / (1 + exp(2 y))``, which errs by some 3e-7, and for small arguments a series; in all the relative error is 1e-6.
     """
+    y = product * named["cap_slope"]
+    if cap == "low":
+        return ops.tanh_approx(y)
     e = ops.exp2(product * named["cap_exponent"])
     t = ops.fma(ops.reciprocal(e + 1.0), ops.constant("float32", -2.0), ops.constant("float32", 1.0))
-    if cap == "high":
-        y = product * named["cap_slope"]
-        square = y * y
-        series = ops.constant("float32", _TANH[0])
-        for coefficient in _TANH[1:]:
-            series = ops.fma(series, square, ops.constant("float32", coefficient))
-        t = ops.select(ops.absolute(y) < _SERIES_UP_TO, ops.fma(y * square, series, y), t)
-    return t
+    square = y * y
+    series = ops.constant("float32", _TANH[0])
+    for coefficient in _TANH[1:]:
+        series = ops.fma(series, square, ops.constant("float32", coefficient))
+    return ops.select(ops.absolute(y) < _SERIES_UP_TO, ops.fma(y * square, series, y), t)
 
 
 entry_at = straight_line(I32, (I64,), lambda ops, at: ops.fetch("b32", at, 0))

@@ -213,9 +213,9 @@ def _bias_parameters(plan, workspace):
 
 
 def _in_base_2(problem, config):
-    """What scores, or products where nothing changes them, are multiplied by."""
+    """What scores are multiplied by."""
     with np.errstate(over="ignore"):
-        return float(np.float32(math.log2(math.e) * (1.0 if config.options.changes else problem.scale)))
+        return float(np.float32(math.log2(math.e) * config.options.size_of_unit(problem)))
 
 
 def _sink_parameters(plan, workspace):

@@ -144,7 +144,8 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
         return fetch_mask(key, query, m, batch, head, bounds[0], seqlen_k, my.options)
 
     @inline
-    def prepare(tid, warpgroup, n, batch, kv_head, group, seqlen_k, bounds, s_k, s_v, s_q, s_dout, s_ds, s_dq, scale_log2, options):
+    def prepare(tid, warpgroup, n, batch, kv_head, group, onward, seqlen_k, bounds, places, scale_log2, options):
+        s_k, s_v, s_q, s_dout, s_ds, s_dq = places
         w, thread, lane, key, first_query, column = place_of_thread(tid, warpgroup, n)
         q_half, dout_half, k_part, q_part, dout_part, columns = places_of_consumer(w, column, s_k, s_q, s_dout)
         limits = limits_of_keys(key, column, bounds)

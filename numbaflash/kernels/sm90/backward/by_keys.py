@@ -14,10 +14,11 @@ from collections import namedtuple
 from numba import cuda
 from numba.cuda.types import UniTuple, int32
 
-from ....ptx import fragment, mbarrier, pipeline, tma, warp, wgmma
+from ....ptx import fragment, mbarrier, pipeline, shared, tma, warp, wgmma
 from ....ptx.index import minus, plus, zero
 from ....ptx.straight import straight_line
 from ...bands import KeyBand
+from ...schedule import next_of_walk
 from .. import packed
 from . import unseen
 from .config import PART_ROWS, BackwardConfig, SharedMemory
@@ -31,7 +32,7 @@ inline = cuda.jit(device=True, inline="always")
 OWN = 1  # of the first consumer; one a consumer
 DQ_FULL, DQ_EMPTY = 3, 5  # of the first part of dQ: the consumer whose turn it is, and the warp that sends it away; one a part
 
-Consumer = namedtuple("Consumer", "w thread lane limits k v ds all_ds all_k dq columns scale_log2 first_head group seat options spot")
+Consumer = namedtuple("Consumer", "w thread lane limits k v ds all_ds all_k dq columns scale_log2 first_head group onward seat options spot")
 """What a step needs beside its state: descriptors, addresses, and the queries that the thread's keys are seen by."""
 
 
@@ -73,10 +74,14 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     # What options do; each of these is compiled in only where there is one that needs it.
     options_of, cleans, may_hide_keys = config.options, config.cleans_queries, config.may_hide_keys
     with_options, drops, crowded = bool(options_of), options_of.dropout, config.crowded
-    of_scores = KeyScores(q_block, q_block, options_of, config.left)
+    draws_ahead = config.draws_ahead
+    of_scores = KeyScores(q_block, q_block, options_of, config.left, draws_ahead=draws_ahead)
     take_seat, fetch, no_words, keep_factor = of_scores.take_seat(), of_scores.fetch(), of_scores.no_words(), of_scores.keep_factor()
     fetch_mask, no_mask_words = of_scores.fetch_mask() if options_of.masked else None, of_scores.no_mask_words()
     fetches, splits = of_scores.fetches, of_scores.splits
+    if draws_ahead:
+        draw, join, hold_back_drawn = of_scores.draw(), of_scores.join(), fragment.hold_back_words(q_block // 4)
+        scratch = shared.addresses(memory.scratch)
     scale_dv = fragment.scale(dv_columns)
     clean = unseen.queries(config, memory) if cleans else None
     clean_keys, seen_rows = unseen.keys(config, memory) if options_of.hides else (None, None)
@@ -131,7 +136,8 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
         return fetch_mask(key, query, m, batch, head, bounds[0], seqlen_k, my.options)
 
     @inline
-    def prepare(tid, warpgroup, n, batch, kv_head, group, seqlen_k, bounds, s_k, s_v, s_q, s_dout, s_ds, s_dq, scale_log2, options):
+    def prepare(tid, warpgroup, n, batch, kv_head, group, onward, seqlen_k, bounds, places, scale_log2, options):
+        s_k, s_v, s_q, s_dout, s_ds, s_dq = places
         w, thread, lane, key, column = place_of_thread(tid, warpgroup, n)
         own_k, own_v, own_ds, columns = places_of_consumer(w, column, s_k, s_v, s_ds)
         limits = limits_of_keys(key, column, bounds)
@@ -140,7 +146,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
             seat = take_seat(key, column, batch, seqlen_k, bounds, options)
         return Consumer(
             w, thread, lane, limits, row_operand(own_k, only()), row_operand(own_v, only()), own_ds, s_ds, s_k, s_dq, columns, scale_log2,
-            first_head(kv_head, group), group, seat, options, (n, batch, seqlen_k, bounds) if masked_keys else limits,
+            first_head(kv_head, group), group, onward, seat, options, (n, batch, seqlen_k, bounds) if masked_keys else limits,
         )  # fmt: skip
 
     @inline
@@ -182,6 +188,8 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
             head = plus(my.first_head, member)
             words = fetch(my.seat, m, head, my.options) if fetches else no_words()
             mask_words = fetch_mask_of(m, head, my) if masked and masked_keys else no_mask_words()
+            if draws_ahead:
+                words = join(words, carried)
             p, w = weights(wait_scores(s), words, mask_words, place, m, head, ring, my)
             if splits:
                 p16 = to_16bit(p)
@@ -203,6 +211,10 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
                 pipeline.release(ring.ds_full, place, my.lane)
             if with_dk:
                 dk = add_dk(dk, ds16, q_mn_operand(ring.q, place))
+            if draws_ahead:  # of the next block, while the products are
+                next_m, next_member = next_of_walk(m, member, my.group, my.onward)
+                carried = draw(my.seat, next_m, plus(my.first_head, next_member), my.options)
+                hold_back_drawn(scratch()[0], carried)
             if with_dv:
                 dv = wait_dv(dv)
             pipeline.release(ring.dout_empty, place, my.lane)
@@ -218,6 +230,8 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     @inline
     def enter(dk, dv, place, m, member, number, ring, sums, my):
         """Nothing is under way."""
+        if draws_ahead:
+            return draw(my.seat, m, plus(my.first_head, member), my.options), dk, dv, place
         return zero(), dk, dv, place
 
     @inline

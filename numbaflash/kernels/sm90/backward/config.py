@@ -89,6 +89,11 @@ class BackwardConfig(Warpgroups):
         return self.options.reads and (self.options.dropout or self.options.terms > 2)
 
     @property
+    def draws_ahead(self) -> bool:
+        """Random bits of dropout are drawn a block ahead, while products are under way: with scores about there are no registers for it."""
+        return self.options.dropout and not self.options.reads and not self.columns_apart
+
+    @property
     def overlap(self) -> bool:
         """The product for dK of a block of queries waits, to run beside the probabilities of the next block.
 
@@ -180,7 +185,8 @@ class SharedMemory:
     """Where things lie in a block's shared memory: offsets and sizes in bytes.
 
     K and V once, Q and dO and the shift and delta of their rows and dS (with P before it where the consumers share keys) by stage, dQ by
-    consumer. Matrices are rows of panels of 64 columns, of which only those that hold columns of the operand are loaded.
+    consumer; its ticket, and words that nobody reads. Matrices are rows of panels of 64 columns, of which only those that hold columns of the
+    operand are loaded.
     """
 
     loaded_qk_panels: int
@@ -202,6 +208,7 @@ class SharedMemory:
     deltas: int
     barriers: int
     ticket: int
+    scratch: int
     total: int
 
     @classmethod
@@ -228,7 +235,7 @@ class SharedMemory:
         return cls(
             loaded_qk, loaded_v, q_panel, kv_panel, q_bytes, dout_bytes, ds_bytes, part_bytes, row_bytes,
             k=0, v=v, q=q, dout=dout, ds=ds, dq=dq, shifts=shifts, deltas=deltas, barriers=barriers,
-            ticket=ticket, total=ticket + 16 + ALIGNMENT,
+            ticket=ticket, scratch=ticket + 4, total=ticket + 16 + ALIGNMENT,
         )  # fmt: skip
 
 
@@ -276,10 +283,10 @@ def backward_config(problem: Problem, layouts: BackwardLayouts, *, blocks: int, 
     stored = tuple(name for name, wanted in (("dk", with_dk), ("dv", with_dv)) if wanted)
     options = Options.of(problem, layouts, access_of=Access.of_gradients, stored=stored)
     tiles = {"q_block": 128 if widest <= 64 else 64, "kv_tile": 128 if widest <= 128 else 64}
-    if options.of_products:
-        tiles = option_tiles(widest, options)
     deterministic = deterministic and with_dq
     options = replace(options, ranked=deterministic and options.masked)
+    if options.of_products:
+        tiles = option_tiles(widest, options, deterministic or problem.left is not None)
     # The producer's warps spill what they know of a panel more, of the turns of entries with lengths, or of where a sequence lies, beyond 24.
     registers = (40, 232) if tiles["kv_tile"] == 64 or (deterministic and options.lengths) or options.packed else (24, 240)
     return BackwardConfig(
@@ -302,10 +309,11 @@ def backward_config(problem: Problem, layouts: BackwardLayouts, *, blocks: int, 
     )
 
 
-def option_tiles(widest: int, options: Options) -> dict:
+def option_tiles(widest: int, options: Options, crowded: bool) -> dict:
     """The tiles where there are options: what is read or drawn for a pair takes registers. Where there is much of it, those of consumers that own
-    keys suffice for narrow head dims only."""
-    return {"q_block": 64, "kv_tile": 64 if widest > (64 if options.dropout or options.terms > 1 else 128) else 128}
+    keys suffice for narrow head dims only. Beside dropout, so is what little else ``crowded`` says there is."""
+    much = options.terms > 1 or (options.dropout and (crowded or options.lengths or options.terms > 0))
+    return {"q_block": 64, "kv_tile": 64 if widest > (64 if much else 128) else 128}
 
 
 def column_bytes(problem: Problem) -> int:

@@ -340,7 +340,8 @@ def build(config: BackwardConfig) -> KernelSource:
                 entry, n, first_q, first_k, stored, base, bounds = locate(n, batch, order_word, whole, options)
                 onward = walk_step(turn)
                 m, plain, border, steps = find_walk(n, batch, kv_head, group, onward, bounds, options)
-                my = prepare(tid, warpgroup, n, entry, kv_head, group, seqlen_k, bounds, s_k, s_v, s_q, s_dout, s_ds, s_dq, scale_log2, options)
+                places = s_k, s_v, s_q, s_dout, s_ds, s_dq
+                my = prepare(tid, warpgroup, n, entry, kv_head, group, onward, seqlen_k, bounds, places, scale_log2, options)
                 dk = zero_dk()
                 dv = zero_dv()
                 if is_packed:  # one register less to keep

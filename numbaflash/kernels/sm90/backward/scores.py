@@ -24,7 +24,7 @@ from ...bands import BOUNDS
 from ...blocks.layout import BITS, FULL, PARTIAL
 from ...dropout import block, is_kept
 from ..options import Access, Options
-from ..scores import block_offset, block_word, changed, element, has_bit, is_shown, option_types
+from ..scores import block_offset, block_word, changed, element, has_bit, in_units, is_shown, option_types, round_keys_of
 
 I32, I64, F32 = types.int32, types.int64, types.float32
 _SHARED_BITS = 16
@@ -34,13 +34,15 @@ _SHARED_BITS = 16
 @dataclass(frozen=True, slots=True)
 class KeyScores:
     """Fragments of so many ``columns``, blocks of ``q_block`` queries, and the options and bounds of the band that are built in. ``of_bias`` is for
-    the gradient of the bias: that of the scores, not of the products, and of no pair of a query whose shift is +inf."""
+    the gradient of the bias: that of the scores, not of the products, and of no pair of a query whose shift is +inf. With ``draws_ahead`` the
+    random bits of dropout come with the words."""
 
     columns: int
     q_block: int
     options: Options
     left: bool
     of_bias: bool = False
+    draws_ahead: bool = False
 
     def _named(self, values):
         return {name: x for (name, _), x in zip(self.options.parameters(), values, strict=True)}
@@ -123,9 +125,19 @@ class KeyScores:
         return [-(-len(self._elements(access)) * ITEMSIZE[access.dtype] // 4) for _, access in self._arrays]
 
     @property
-    def words(self):
-        """Numba type."""
+    def fetched(self):
+        """Numba type of what is read."""
         return types.UniTuple(I32, max(1, sum(self._counts()) + self.options.alibi))
+
+    @property
+    def drawn(self):
+        """Numba type of a block's random bits."""
+        return types.UniTuple(I32, self.columns // 4)
+
+    @property
+    def words(self):
+        """Numba type of what is read, with what is drawn ahead."""
+        return types.UniTuple(I32, len(self.fetched) + (len(self.drawn) if self.draws_ahead else 0))
 
     def fetch(self):
         """``f(seat, block, head, options) -> words``; nothing beyond the last query there is."""
@@ -141,7 +153,21 @@ class KeyScores:
                 words.append(ops.fetch("b32", seat["slopes"] + ops.wide(head) * named["alibi_slopes_head"], 0))
             return words or [ops.integer(0)]
 
-        return straight_line(self.words, (self.seat, I32, I32, self._given), body)
+        return straight_line(self.fetched, (self.seat, I32, I32, self._given), body)
+
+    def draw(self):
+        """``f(seat, block, head, options) -> drawn``."""
+
+        def body(ops, seat, number, head, options):
+            seat = dict(zip(self._seat(), seat, strict=True))
+            drawn = self._drawn(ops, self._named(options), seat, number * self.q_block, head)
+            return [word for pair in range(self.columns // _SHARED_BITS) for e in (0, 1) for word in drawn(pair, e)]
+
+        return straight_line(self.drawn, (self.seat, I32, I32, self._given), body)
+
+    def join(self):
+        """``f(fetched, drawn) -> words``."""
+        return straight_line(self.words, (self.fetched, self.drawn), lambda ops, fetched, drawn: [*fetched, *drawn])
 
     @property
     def mask_words(self):
@@ -238,16 +264,21 @@ class KeyScores:
                 of_arrays[name] = words[at : at + n]
                 at += n
             if options_of.alibi:
-                falling = ops.as_float(words[at]) * -1.0
+                falling = in_units(options_of, named, ops.as_float(words[at])) * -1.0
                 places = [ops.real("float32", seat[f"place{r}"] - origin) for r in (0, 1)]
-            kept = self._kept(ops, named, seat, origin, head) if options_of.dropout else None
+            kept = None
+            if self.draws_ahead:
+                known = words[len(self.fetched) :]
+                kept = self._kept(named, lambda pair, e: known[4 * pair + 2 * e :][:2])
+            elif options_of.dropout:
+                kept = self._kept(named, self._drawn(ops, named, seat, origin, head))
             minus_one, below_zero = ops.constant("float32", -1.0), ops.constant("float32", -(2.0**-149))  # a dropped weight is never -0.0
             p, w = [], []
             for i, x in enumerate(s):
                 row, column = (i >> 1) & 1, 8 * (i >> 2) + (i & 1)
                 slope, shift = None, shifts[2 * (i >> 2) + (i & 1)]
                 if options_of.changes:
-                    fall = ops.absolute(places[row] - float(column)) * falling if options_of.alibi else None
+                    fall = (ops.absolute(places[row] - float(column)), falling) if options_of.alibi else None
                     bias = self._bias(ops, of_arrays["bias"], i) if options_of.bias else None
                     x, slope = changed(ops, options_of, named, x, fall, bias)
                 x = ops.exp2((x - shift) * scale_log2 if options_of.lowest_scores else ops.fma(x, scale_log2, shift * -1.0))
@@ -308,19 +339,24 @@ class KeyScores:
         return bool(self.options.bias) or self.options.alibi
 
     def no_words(self):
-        """``f() -> words`` where there is nothing to read."""
-        return straight_line(self.words, (), lambda ops: [ops.integer(0)] * len(self.words))
+        """``f() -> fetched`` where there is nothing to read."""
+        return straight_line(self.fetched, (), lambda ops: [ops.integer(0)] * len(self.fetched))
 
-    def _kept(self, ops, named, seat, origin, head):
-        """Straight-line ``f(i)``: whether dropout keeps a pair. Keys of a thread start in a half of the 32 that share random bits."""
-        seed, words, second_half = ops.halves(named["seed"]), {}, (seat["key"] & _SHARED_BITS) != 0
+    def _drawn(self, ops, named, seat, origin, head):
+        """Straight-line ``f(pair, e)``: random bits of a thread's two keys, for columns ``16 * pair + e`` and 8 further. Keys of a thread start in a
+        half of the 32 that share random bits."""
+        keys, words, second_half = round_keys_of(ops, named), {}, (seat["key"] & _SHARED_BITS) != 0
         query = seat["query"] + origin
 
-        def kept(i):
-            n, e = i >> 2, i & 1
-            if (n // 2, e) not in words:
-                drawn = block(ops, query + (_SHARED_BITS * (n // 2) + e), seat["key"], head, seat["batch"], seed)
-                words[n // 2, e] = [ops.select(second_half, drawn[2 + r], drawn[r]) for r in (0, 1)]
-            return is_kept(words[n // 2, e][(i >> 1) & 1], n % 2, named["keep_limit"])
+        def drawn(pair, e):
+            if (pair, e) not in words:
+                found = block(ops, query + (_SHARED_BITS * pair + e), seat["key"], head, seat["batch"], keys)
+                words[pair, e] = [ops.select(second_half, found[2 + r], found[r]) for r in (0, 1)]
+            return words[pair, e]
 
-        return kept
+        return drawn
+
+    @staticmethod
+    def _kept(named, drawn):
+        """Straight-line ``f(i)``: whether dropout keeps a pair."""
+        return lambda i: is_kept(drawn(i >> 3, i & 1)[(i >> 1) & 1], (i >> 2) % 2, named["keep_limit"])
