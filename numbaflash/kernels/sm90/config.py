@@ -17,7 +17,7 @@ ELEMENTS = {"float16": "f16", "bfloat16": "bf16"}
 REGISTERS = {2: (24, 240), 3: (32, 160), 4: (24, 112)}  # of producer and consumer threads, by number of consumers
 INSPECTORS = 3  # warps of the producer's warpgroup that issue no loads; see `unseen`
 OPTION_REGISTERS = {2: (40, 232), 3: (32, 160), 4: (32, 112)}  # the same where there are options: more than loads may be the producer's warps' to do
-MASK_REGISTERS = (48, 232)  # the same of two consumers where blocks come from lists, of which the producer reads ahead
+MASK_REGISTERS = (56, 224)  # the same of two consumers where blocks come from lists, of which the producer reads ahead
 ROOMY_PRODUCER = (40, 232)  # where the addresses of many panels would spill from 24 registers
 
 
