@@ -1108,6 +1108,7 @@ def test_the_unit_of_scores(options, scale, unit, size):
     of_kernel = made.config.options
     assert (of_kernel.unit, of_kernel.size_of_unit(made.problem)) == (unit, size)
     assert made.config.negative_scale == (unit == "scale" and scale < 0)
-    arguments = zip(of_kernel.parameters(), of_kernel.arguments(made.problem, made.layouts, lists=sm90.lists_of(made.problem, made.config)), strict=True)
+    lists = sm90.lists_of(made.problem, made.config)
+    arguments = zip(of_kernel.parameters(), of_kernel.arguments(made.problem, made.layouts, lists=lists), strict=True)
     factors = [each.value for (name, _), each in arguments if name == "inverse_scale"]
     assert factors == ([float(np.float32(1 / size))] if "alibi_slopes" in options and unit == "scale" else [])
