@@ -256,8 +256,8 @@ class GpuOps:
     def wide_multiple(self, a, factor):
         """(low, high) words of the 64-bit product of an int32, read as unsigned, and a constant below 2**32, the high one from the float64 unit.
 
-        On a GPU with as many of those as for integer products, such as an H200, that takes a fourth of the time of `wide_product`. a stands in the
-        low word of 2**52 + a; the sum 2**52 + a * factor / 2**32, rounded towards zero, ends with the high word.
+        For GPUs with many of those, such as an H200, where `wide_product` bounds what is made of many of them. a stands in the low word of
+        2**52 + a; the sum 2**52 + a * factor / 2**32, rounded towards zero, ends with the high word.
         """
         scale, rest = (struct.pack(">d", x).hex() for x in (factor / 2.0**32, 2.0**52 - 2.0**20 * factor))
         text = (

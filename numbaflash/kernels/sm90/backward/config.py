@@ -309,10 +309,10 @@ def backward_config(problem: Problem, layouts: BackwardLayouts, *, blocks: int, 
     )
 
 
-def option_tiles(widest: int, options: Options, crowded: bool) -> dict:
+def option_tiles(widest: int, options: Options, bookkeeping: bool) -> dict:
     """The tiles where there are options: what is read or drawn for a pair takes registers. Where there is much of it, those of consumers that own
-    keys suffice for narrow head dims only. Beside dropout, so is what little else ``crowded`` says there is."""
-    much = options.terms > 1 or (options.dropout and (crowded or options.lengths or options.terms > 0))
+    keys suffice for narrow head dims only. Beside dropout anything is much, be it ``bookkeeping`` of turns or of a left bound."""
+    much = options.terms > 1 or (options.dropout and (bookkeeping or options.lengths or options.terms > 0))
     return {"q_block": 64, "kv_tile": 64 if widest > (64 if much else 128) else 128}
 
 
