@@ -18,7 +18,7 @@ import pytest
 from numbaflash import dispatch, reference, testing, toolchain
 from numbaflash.block_mask import BlockMask
 from numbaflash.dispatch import BackwardLayouts, Device, Layout, Layouts, contiguous_strides
-from numbaflash.kernels import bands, packing, sm90
+from numbaflash.kernels import bands, dropout, packing, sm90
 from numbaflash.kernels.bands import Band, KeyBand
 from numbaflash.kernels.blocks.launch import Lists
 from numbaflash.kernels.sm90 import backward
@@ -29,7 +29,7 @@ from numbaflash.kernels.sm90.backward import scores as key_scores
 from numbaflash.kernels.sm90.backward.config import visible_queries
 from numbaflash.kernels.sm90.backward.scores import KeyScores
 from numbaflash.kernels.sm90.config import MAX_SHARED, SharedMemory, forward_config
-from numbaflash.kernels.sm90.options import KEYS_OF_A_DRAW, kernel_keys
+from numbaflash.kernels.sm90.options import KEYS_OF_A_DRAW, ROUND_KEYS, kernel_keys
 from numbaflash.kernels.sm90.scores import LOG2E, Scores
 from numbaflash.problem import ITEMSIZE, make_packed_problem, make_problem, trim_keys
 from numbaflash.ptx import straight
@@ -1067,6 +1067,22 @@ def test_supports_every_option(name):
     problem = plan(64, **PLANS[name]).problem
     assert not sm90.supports(problem, H200)
     assert not dispatch.family("sm90", "backward").supports(problem, H200)
+
+
+def test_the_kernel_has_a_key_for_each_round():
+    """The parameters hold what a kernel would compute of the seed, wherever the words overflow."""
+    assert len(ROUND_KEYS) == dropout.ROUNDS
+    for name, seed in itertools.product(("dropout", "every option"), (0, 5, 2**32 - 1, 2**63 + 12345, 2**64 - 1)):
+        made = plan(128, **PLANS[name])
+        options = made.config.options
+        named = {
+            key: argument(each, SimpleNamespace(dropout_seed=seed), {})
+            for (key, _), each in zip(options.parameters(), options.arguments(made.problem, made.layouts), strict=True)
+        }
+        with np.errstate(over="ignore"):
+            found = bodies.round_keys_of(VectorOps, named)
+            wanted = dropout.round_keys([np.int32(word) for word in dropout.seed_words(seed)])
+        assert [[int(word) for word in pair] for pair in found] == [[int(word) for word in pair] for pair in wanted], (name, seed)
 
 
 def test_random_bits_keep_heads_apart():
