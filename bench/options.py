@@ -86,9 +86,9 @@ def scenarios(dtype: str, head_dim: int) -> dict[str, Scenario]:
         "full bias and dbias": Scenario(full, bias, ("cudnn", "efficient", "flex"), ("q", "k", "v", "bias")),
         "full mask of documents": Scenario(full, mask, ("cudnn", "efficient", "flex")),
         "full block mask of documents": Scenario(full, blocks("documents"), ("flex",), rule="documents"),
-        "full block mask, block-causal": Scenario(full, blocks("block causal"), ("flex",), rule="block causal"),
-        "full block mask, prefix": Scenario(full, blocks("prefix"), ("flex",), rule="prefix"),
-        "full block mask, sliding and global": Scenario(full, blocks("sliding"), ("flex",), rule="sliding"),
+        "full block-causal mask": Scenario(full, blocks("block causal"), ("flex",), rule="block causal"),
+        "full prefix mask": Scenario(full, blocks("prefix"), ("flex",), rule="prefix"),
+        "full sliding and global mask": Scenario(full, blocks("sliding"), ("flex",), rule="sliding"),
         "window at 32k": Scenario(long, lambda torch, cell: {"window": (WINDOW - 1, 0)}, ("fa4", "flex")),
     }
 
