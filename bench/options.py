@@ -171,6 +171,7 @@ class Peers:
 
         torch, cell = self._torch, scenario.cell
         if self._flex is None:
+            torch._dynamo.config.recompile_limit = 100  # beyond it, FlexAttention would run uncompiled
             self._flex = torch.compile(flex_attention, dynamic=False)
         flex, documents = self._flex, document_ids(torch, cell)
         slopes, bias = options.get("alibi_slopes"), options.get("bias")
