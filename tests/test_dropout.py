@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -73,11 +74,13 @@ def test_kernels_keep_what_the_reference_keeps(query, key, head, batch, seed, p)
     block = simulated(dropout.block, *pair, round_keys(dropout.seed_words(seed)))
     kept = reference.kept(described, batch, head, seed)
     assert bool(simulated(dropout._is_pair_kept, block, *pair[:2], limit)) == bool(kept[query, key])
+    seconds = dropout.second_words(block)
     for a in {query % 16 % 8 + query // 16 * 16 + upper * 8 for upper in (0, 1)} & set(range(70)):
-        for n in range(4):
-            b = key // 32 * 32 + n * 8 + key % 8
+        for n, odd in itertools.product(range(4), range(2)):
+            b = key // 32 * 32 + n * 8 + key % 8 // 2 * 2 + odd
             if b < 150:
-                assert bool(dropout.is_kept(block[n], a // 8 % 2, limit)) == bool(kept[a, b]), "one evaluation serves eight pairs"
+                keeps = simulated(dropout.is_kept, block[n], seconds[n], a // 8 % 2 * 2 + odd, limit)
+                assert bool(keeps) == bool(kept[a, b]), "one evaluation serves 16 pairs"
 
 
 def test_a_pair_depends_on_its_own_number_alone():

@@ -3,14 +3,17 @@
 Random bits come from Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011): ten rounds that turn
 a counter of four words and a key of two into four random words. The key is the seed, its low word first, and the counter is
 
-    ``(key // 32 * 8 + key % 8, query // 16 * 8 + query % 8, head, batch)``
+    ``(key // 32 * 4 + key % 8 // 2, query // 16 * 8 + query % 8, head, batch)``
 
-of the absolute numbers of the query head, the query and the key; with packed sequences those within the sequence, whose number is the batch. Its
-four words hold 16 bits for each of eight pairs: word ``key // 8 % 4``, the lower half for queries with ``query // 8 % 2 == 0``, the upper one for
-the others. A pair is kept where its half, read as a signed number, is at least ``2**16 * dropout - 2**15``.
+of the absolute numbers of the query head, the query and the key; with packed sequences those within the sequence, whose number is the batch.
+So one evaluation serves two queries 8 rows apart and four times two neighbouring keys, 8 columns apart: the pairs that one thread holds in the
+register fragments of the tensor cores when queries are rows.
 
-So one evaluation serves two queries 8 rows apart and four keys 8 columns apart. In the register fragments of the tensor cores one thread holds
-them all when queries are rows, and half of them when keys are.
+Each of the 16 pairs has a byte of its own, ``query // 8 % 2 * 2 + key % 2`` of word ``key // 8 % 4``, and below it, as a second one, the same byte
+of the exclusive or of the two words that belong to the other half of the 32 keys. A pair is kept where both, read as a signed number of 16 bits,
+are at least ``2**16 * dropout - 2**15``. The second byte decides only where the first one equals that of the limit, once in 256 pairs. So the
+probability is exact to 16 bits; two pairs that share second bytes have a correlation below 2**-16 where dropout is from 0.01 to 0.99, and any
+other two are independent.
 """
 
 from __future__ import annotations
@@ -67,25 +70,34 @@ def philox(ops, counter, keys, product=integer_product):
 
 
 def block(ops, query, key, head, batch, keys, product=integer_product):
-    """Straight-line body: the words of the eight pairs to which a query and a key belong."""
-    columns, rows = ((key >> 5) << 3) | (key & 7), ((query >> 4) << 3) | (query & 7)
+    """Straight-line body: the words of the 16 pairs to which a query and a key belong."""
+    columns, rows = ((key >> 5) << 2) | ((key >> 1) & 3), ((query >> 4) << 3) | (query & 7)
     return philox(ops, [columns, rows, head, batch], keys, product)
 
 
-def is_kept(word, upper, limit):
-    """Straight-line condition for a pair's word; ``upper`` is a constant, whether ``query // 8`` is odd.
+def second_words(words):
+    """Straight-line body: where the second bytes of the pairs of each word lie."""
+    return [words[2] ^ words[3]] * 2 + [words[0] ^ words[1]] * 2
 
-    The upper half is compared where it stands: ``limit`` has a lower half of 0, which decides nothing.
+
+def byte_of(query, key):
+    """Which byte of its words is a pair's; of numbers, or straight-line."""
+    return ((query >> 3) & 1) << 1 | (key & 1)
+
+
+def is_kept(ops, word, second, byte, limit):
+    """Straight-line condition for the words and the byte of a pair.
+
+    The bits are compared in the upper half: ``limit`` has a lower half of 0, so that what stands below decides nothing.
     """
-    return (word if upper else word << 16) >= limit
+    return ops.upper_bytes(word, second, byte) >= limit
 
 
 def _is_pair_kept(ops, words, query, key, limit):
-    n, word = (key >> 3) & 3, words[3]
+    n, found = (key >> 3) & 3, [words[3], second_words(words)[3]]
     for i in (2, 1, 0):
-        word = ops.select(n == i, words[i], word)
-    upper, lower = ops.truth(is_kept(word, True, limit)), ops.truth(is_kept(word, False, limit))
-    return ops.select((query & 8) == 0, lower, upper)
+        found = [ops.select(n == i, x[i], y) for x, y in zip((words, second_words(words)), found, strict=True)]
+    return ops.truth(is_kept(ops, *found, byte_of(query, key), limit))
 
 
 block_words = straight_line(
@@ -93,7 +105,7 @@ block_words = straight_line(
     (int32, int32, int32, int32, SEED),
     lambda ops, query, key, head, batch, seed: block(ops, query, key, head, batch, round_keys(seed)),
 )
-"""``f(query, key, head, batch, seed) -> words`` of the eight pairs to which a query and a key belong; ``seed`` as `seed_words` has it."""
+"""``f(query, key, head, batch, seed) -> words`` of the 16 pairs to which a query and a key belong; ``seed`` as `seed_words` has it."""
 
 pair_kept = straight_line(int32, (WORDS, int32, int32, int32), _is_pair_kept)
 """``f(words, query, key, limit)``: 1 where the pair is kept, else 0, for kernels whose threads do not hold whole blocks."""

@@ -267,6 +267,12 @@ class GpuOps:
         product = emit(self.builder, ir.LiteralStructType([llvm_i32] * 2), [a.value], text, "=&r,=r,r", pure=True)
         return [Register(self.builder, self.builder.extract_value(product, i)) for i in (0, 1)]
 
+    def upper_bytes(self, a, b, byte):
+        """An int32 with that byte of a in its highest place, that of b in the next one, and anything below; ``byte`` is a number or an int32."""
+        selector = byte * 0x1111 + 0x0444
+        selector = selector if isinstance(selector, Register) else self.integer(selector)
+        return self._pure(llvm_i32, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", a, b, selector)
+
     def minimum(self, a, b):
         """The smaller one of integers."""
         return self.select(a < b, a, b)
@@ -325,6 +331,8 @@ class GpuOps:
     def _exchange(self, x, mask):
         if x.value.type == llvm_f32:
             text, constraints = f"shfl.sync.bfly.b32 $0, $1, {mask}, 0x1f, 0xffffffff;", "=f,f"
+        elif x.is_integer:
+            text, constraints = f"shfl.sync.bfly.b32 $0, $1, {mask}, 0x1f, 0xffffffff;", "=r,r"
         else:
             text, constraints = (
                 "{.reg .b32 low, high; mov.b64 {low, high}, $1;\n"
@@ -511,6 +519,11 @@ class SimulatorOps:
         return [np.uint32(x).view(np.int32) for x in (product & 0xFFFFFFFF, product >> 32)]
 
     wide_multiple = wide_product
+
+    @staticmethod
+    def upper_bytes(a, b, byte):
+        first, second = ((int(x) >> 8 * int(byte)) & 0xFF for x in (a, b))
+        return np.uint32(first << 24 | second << 16).view(np.int32)
 
     integer = staticmethod(np.int32)
     wide = staticmethod(np.int64)

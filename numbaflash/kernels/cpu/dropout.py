@@ -47,6 +47,10 @@ class _Ops:
     def integer(self, value):
         return _Lanes(self.builder, ir.Constant(ir.VectorType(INT32, self.lanes), [value] * self.lanes))
 
+    def upper_bytes(self, a, b, byte):
+        shift = (byte ^ 3) << 3
+        return ((a << shift) & ~0xFFFFFF) | (((b << shift) >> 8) & 0xFF0000)
+
     def wide_product(self, a, b):
         builder, wide, narrow = self.builder, ir.VectorType(INT64, self.lanes), ir.VectorType(INT32, self.lanes)
         product = builder.mul(builder.zext(a.value, wide), builder.zext(b.value, wide))
@@ -62,12 +66,12 @@ def drawing(compute, lanes):
     -------
     draw_rows : intrinsic
         ``draw_rows(queries, heads, key, batch, seed, limit, factor, place, stride)``: the lanes are rows, whose queries and heads (int32) lie
-        at addresses. What the weights of the keys ``key``, ``key + 8``, ``key + 16`` and ``key + 24`` are multiplied by, 0 or ``factor``, goes
-        to ``place`` and to where ``8 * stride`` bytes follow each other; ``key % 32`` must be below 8.
+        at addresses. What the weights of the keys ``key``, ``key + 8``, ``key + 16`` and ``key + 24``, and of the next key of each, are
+        multiplied by, 0 or ``factor``, goes to ``place`` and to as many times ``stride`` bytes further; ``key % 32`` must be even and below 8.
     draw_keys : intrinsic
         ``draw_keys(query, head, key, batch, seed, limit, factor, place)``: the lanes are keys from ``key`` on, of one row.
     """
-    from ..dropout import block, is_kept, round_keys
+    from ..dropout import block, byte_of, is_kept, round_keys, second_words
 
     integers, numbers = ir.VectorType(INT32, lanes), ir.VectorType(element_type(compute), lanes)
     zero = ir.Constant(numbers, None)
@@ -78,21 +82,19 @@ def drawing(compute, lanes):
     def keys_of(builder, seed):
         return round_keys([everywhere(builder, seed), everywhere(builder, builder.lshr(seed, INT64(32)))])
 
-    def kept(builder, word, query, limit):
-        upper = builder.icmp_signed("!=", (query & 8).value, ir.Constant(integers, None))
-        return builder.select(upper, is_kept(word, True, limit), is_kept(word, False, limit))
-
     @intrinsic
     def draw_rows(typingctx, queries, heads, key, batch, seed, limit, factor, place, stride):
         def codegen(context, builder, sig, args):
             queries, heads, key, batch, seed, limit, factor, place, stride = args
             query, head = (_Lanes(builder, builder.load(pointer(builder, x, integers), align=4)) for x in (queries, heads))
-            words = block(_Ops(builder, lanes), query, everywhere(builder, key), head, everywhere(builder, batch), keys_of(builder, seed))
+            ops = _Ops(builder, lanes)
+            words = block(ops, query, everywhere(builder, key), head, everywhere(builder, batch), keys_of(builder, seed))
             factors, limits = broadcast(builder, factor, lanes), everywhere(builder, limit)
-            for n, word in enumerate(words):
-                target = builder.add(place, builder.mul(stride, INT64(8 * n)))
-                chosen = builder.select(kept(builder, word, query, limits), factors, zero)
-                builder.store(chosen, pointer(builder, target, numbers), align=compute.bitwidth // 8)
+            for n, (word, second) in enumerate(zip(words, second_words(words), strict=True)):
+                for odd in (0, 1):
+                    target = builder.add(place, builder.mul(stride, INT64(8 * n + odd)))
+                    chosen = builder.select(is_kept(ops, word, second, byte_of(query, ops.integer(odd)), limits), factors, zero)
+                    builder.store(chosen, pointer(builder, target, numbers), align=compute.bitwidth // 8)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 6, compute, types.int64, types.int64), codegen
@@ -102,12 +104,15 @@ def drawing(compute, lanes):
         def codegen(context, builder, sig, args):
             query, head, key, batch, seed, limit, factor, place = args
             query, keys = everywhere(builder, query), everywhere(builder, key) + _Lanes(builder, ir.Constant(integers, list(range(lanes))))
-            words = block(_Ops(builder, lanes), query, keys, everywhere(builder, head), everywhere(builder, batch), keys_of(builder, seed))
-            number, word = (keys >> 3) & 3, words[3]
+            ops = _Ops(builder, lanes)
+            words = block(ops, query, keys, everywhere(builder, head), everywhere(builder, batch), keys_of(builder, seed))
+            number, found = (keys >> 3) & 3, [words[3], second_words(words)[3]]
             for n in (2, 1, 0):
                 mine = builder.icmp_signed("==", number.value, ir.Constant(integers, [n] * lanes))
-                word = _Lanes(builder, builder.select(mine, words[n].value, word.value))
-            chosen = builder.select(kept(builder, word, query, everywhere(builder, limit)), broadcast(builder, factor, lanes), zero)
+                others = words[n], second_words(words)[n]
+                found = [_Lanes(builder, builder.select(mine, x.value, y.value)) for x, y in zip(others, found, strict=True)]
+            keeps = is_kept(ops, *found, byte_of(query, keys), everywhere(builder, limit))
+            chosen = builder.select(keeps, broadcast(builder, factor, lanes), zero)
             builder.store(chosen, pointer(builder, place, numbers), align=compute.bitwidth // 8)
             return context.get_dummy_value()
 

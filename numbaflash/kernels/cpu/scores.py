@@ -409,7 +409,7 @@ def build(kernel: Kernel, with_slopes: bool = False):
         """Draw the factors of dropout; returns where those of the block's first key would lie."""
         first = (block + begin) // 32 * 32
         for group in range(first, block + end, 32):
-            for key in range(group, group + 8):
+            for key in range(group, group + 8, 2):
                 for w in range(vectors):
                     rows = lists + w * lanes * 4
                     place = keep_tile + (key - first) * panel_bytes + w * vector_bytes

@@ -21,7 +21,7 @@ from numbaflash.problem import GRANULE
 from numbaflash.ptx.straight import straight_line
 
 from ..blocks.layout import BITS, FULL, PARTIAL
-from ..dropout import block, round_keys
+from ..dropout import block, byte_of, is_kept, round_keys, second_words
 from .config import Elements
 from .options import as_bits
 
@@ -318,28 +318,26 @@ def _kept(ops, config, share, options, query, key, batch, head):
     """Straight-line ``f(i, j)``: whether dropout keeps a pair.
 
     A tile, and what a warp has of it, begins at a multiple of its size, and sizes are powers of two, as those of a block of random bits are: which
-    pairs share a block is known when the kernel is built, and which part of it is whose where the share is not smaller than the block.
+    pairs share a block is known when the kernel is built, and which words of it are whose where the share is not smaller than the block.
     """
     keys, rows, columns = round_keys(ops.halves(options["seed"])), share.rows * config.lanes_m, share.columns * config.lanes_n
     words, limit = {}, options["keep_limit"]
 
     def kept(i, j):
         row, column = i * config.lanes_m, j * config.lanes_n
-        numbers = row // 16, row % 8, column // 32, column % 8
+        numbers = row // 16, row % 8, column // 32, column % 8 // 2
         if numbers not in words:
-            words[numbers] = block(ops, query + row, key + column, head, batch, keys)
+            found = block(ops, query + row, key + column, head, batch, keys)
+            words[numbers] = list(zip(found, second_words(found), strict=True))
         found = words[numbers]
         if config.lanes_n <= 8 and columns % 32 == 0:
-            word = found[column // 8 % 4]
+            chosen = found[column // 8 % 4]
         else:
-            number, word = ((key + column) >> 3) & 3, found[3]
+            number, chosen = ((key + column) >> 3) & 3, found[3]
             for n in (2, 1, 0):
-                word = ops.select(number == n, found[n], word)
-        if config.lanes_m <= 8 and rows % 16 == 0:
-            half = word if row // 8 % 2 else word << 16
-        else:
-            half = ops.select(((query + row) & 8) == 0, word << 16, word)
-        return half >= limit
+                chosen = [ops.select(number == n, x, y) for x, y in zip(found[n], chosen, strict=True)]
+        of_query = row if config.lanes_m <= 8 and rows % 16 == 0 else query + row
+        return is_kept(ops, *chosen, byte_of(of_query, key if config.lanes_n > 1 else key + column), limit)
 
     return kept
 

@@ -25,7 +25,7 @@ from ...ptx.inline import make_intrinsic
 from ...ptx.straight import straight_line
 from ..bands import BOUNDS
 from ..blocks.layout import BITS, FULL, LIST_START, PARTIAL
-from ..dropout import block, float64_product, is_kept, round_keys
+from ..dropout import block, float64_product, is_kept, round_keys, second_words
 from .options import KEYS_OF_A_DRAW, ROUND_KEYS, Access, Options
 
 I32, I64, F32 = types.int32, types.int64, types.float32
@@ -250,7 +250,7 @@ class Scores:
     @property
     def drawn(self):
         """Numba type of a block's random bits."""
-        return types.UniTuple(I32, self.columns // 4)
+        return types.UniTuple(I32, self.columns // 8)
 
     def draw(self):
         """``f(seat, block, options) -> drawn``, which can be while the products are. Rows start at multiples of 16, blocks at multiples of 32."""
@@ -259,8 +259,7 @@ class Scores:
             named, seat, words = self._named(options), dict(zip(self._seat(), seat, strict=True)), []
             keys, key = round_keys_of(ops, named), seat["key"] + number * self.columns
             for first in range(0, self.columns, KEYS_OF_A_DRAW):
-                for e in (0, 1):
-                    words += block(ops, seat["query"], key + (first + e), seat["head"], seat["batch"], keys, float64_product)
+                words += block(ops, seat["query"], key + first, seat["head"], seat["batch"], keys, float64_product)
             return words
 
         return straight_line(self.drawn, (self.seat, I32, self._given), body)
@@ -271,10 +270,10 @@ class Scores:
 
         def body(ops, p, drawn, options):
             limit, found = self._named(options)["keep_limit"], []
+            seconds = [word for first in range(0, len(drawn), 4) for word in second_words(drawn[first : first + 4])]
             for i, x in enumerate(p):
-                row, column, e = (i >> 1) & 1, i >> 2, i & 1
-                word = drawn[4 * (2 * (column >> 2) + e) + (column & 3)]
-                found.append(ops.select(is_kept(word, row, limit), x, 0.0))
+                keeps = is_kept(ops, drawn[i >> 2], seconds[i >> 2], i & 3, limit)
+                found.append(ops.select(keeps, x, 0.0))
             return found
 
         return straight_line(kind, (kind, self.drawn, self._given), body)

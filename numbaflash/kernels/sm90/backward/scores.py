@@ -22,7 +22,7 @@ from ....ptx.inline import make_intrinsic
 from ....ptx.straight import straight_line
 from ...bands import BOUNDS
 from ...blocks.layout import BITS, FULL, PARTIAL
-from ...dropout import block, is_kept
+from ...dropout import block, byte_of, is_kept, second_words
 from ..options import Access, Options
 from ..scores import block_offset, block_word, changed, element, has_bit, in_units, is_shown, option_types, round_keys_of
 
@@ -132,7 +132,7 @@ class KeyScores:
     @property
     def drawn(self):
         """Numba type of a block's random bits."""
-        return types.UniTuple(I32, self.columns // 4)
+        return types.UniTuple(I32, 3 * (self.columns // _SHARED_BITS))
 
     @property
     def words(self):
@@ -160,8 +160,7 @@ class KeyScores:
 
         def body(ops, seat, number, head, options):
             seat = dict(zip(self._seat(), seat, strict=True))
-            drawn = self._drawn(ops, self._named(options), seat, number * self.q_block, head)
-            return [word for pair in range(self.columns // _SHARED_BITS) for e in (0, 1) for word in drawn(pair, e)]
+            return self._drawn(ops, self._named(options), seat, number * self.q_block, head)
 
         return straight_line(self.drawn, (self.seat, I32, I32, self._given), body)
 
@@ -267,11 +266,9 @@ class KeyScores:
                 falling = in_units(options_of, named, ops.as_float(words[at])) * -1.0
                 places = [ops.real("float32", seat[f"place{r}"] - origin) for r in (0, 1)]
             kept = None
-            if self.draws_ahead:
-                known = words[len(self.fetched) :]
-                kept = self._kept(named, lambda pair, e: known[4 * pair + 2 * e :][:2])
-            elif options_of.dropout:
-                kept = self._kept(named, self._drawn(ops, named, seat, origin, head))
+            if options_of.dropout:
+                drawn = words[len(self.fetched) :] if self.draws_ahead else self._drawn(ops, named, seat, origin, head)
+                kept = self._kept(ops, named, seat, drawn)
             minus_one, below_zero = ops.constant("float32", -1.0), ops.constant("float32", -(2.0**-149))  # a dropped weight is never -0.0
             p, w = [], []
             for i, x in enumerate(s):
@@ -343,20 +340,31 @@ class KeyScores:
         return straight_line(self.fetched, (), lambda ops: [ops.integer(0)] * len(self.fetched))
 
     def _drawn(self, ops, named, seat, origin, head):
-        """Straight-line ``f(pair, e)``: random bits of a thread's two keys, for columns ``16 * pair + e`` and 8 further. Keys of a thread start in a
-        half of the 32 that share random bits."""
-        keys, words, second_half = round_keys_of(ops, named), {}, (seat["key"] & _SHARED_BITS) != 0
-        query = seat["query"] + origin
+        """Straight-line random bits: of each 16 columns two words for the thread's two keys, and that of their second bytes.
 
-        def drawn(pair, e):
-            if (pair, e) not in words:
-                found = block(ops, query + (_SHARED_BITS * pair + e), seat["key"], head, seat["batch"], keys)
-                words[pair, e] = [ops.select(second_half, found[2 + r], found[r]) for r in (0, 1)]
-            return words[pair, e]
-
-        return drawn
+        A thread's keys are 8 apart in a half of the 32 that share words, and its queries neighbours; words are shared by neighbouring keys. So the
+        lane of a neighbouring key (4 lanes away) needs what this one does: each of the two draws for one query of two, see `_kept`.
+        """
+        keys, second_half = round_keys_of(ops, named), (seat["key"] & _SHARED_BITS) != 0
+        query, words = seat["query"] + origin + (seat["key"] & 1), []
+        for first in range(0, self.columns, _SHARED_BITS):
+            found = block(ops, query + first, seat["key"], head, seat["batch"], keys)
+            seconds = second_words(found)
+            words += [ops.select(second_half, y, x) for x, y in ((found[0], found[2]), (found[1], found[3]), (seconds[0], seconds[2]))]
+        return words
 
     @staticmethod
-    def _kept(named, drawn):
+    def _kept(ops, named, seat, drawn):
         """Straight-line ``f(i)``: whether dropout keeps a pair."""
-        return lambda i: is_kept(drawn(i >> 3, i & 1)[(i >> 1) & 1], (i >> 2) % 2, named["keep_limit"])
+        others, odd, found = ops.exchange(drawn, 4), (seat["key"] & 1) != 0, {}
+        bytes_of = [byte_of(ops.integer(8 * upper), seat["key"]) for upper in (0, 1)]
+
+        def kept(i):
+            first = 3 * (i >> 3)
+            if (first, i & 1) not in found:
+                mine, other = (drawn, others) if i & 1 == 0 else (others, drawn)
+                found[first, i & 1] = [ops.select(odd, y, x) for x, y in zip(mine[first : first + 3], other[first : first + 3], strict=True)]
+            words = found[first, i & 1]
+            return is_kept(ops, words[(i >> 1) & 1], words[2], bytes_of[(i >> 2) % 2], named["keep_limit"])
+
+        return kept
