@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -431,6 +432,7 @@ class GpuCall:
         self.abi, self.serving, self.launches, self.kinds, self.kept = abi, serving, [], [], []
         launch = lambda addresses, stream: self.launches.append((addresses, stream))  # noqa: E731
         monkeypatch.setattr(serving, "forward_launch", lambda *kind: self.kinds.append(kind) or launch)
+        monkeypatch.setattr(serving, "forward_plan", lambda *kind: SimpleNamespace(workspace_bytes=needed))
         monkeypatch.setattr(serving, "backward_launch", lambda *kind: self.kinds.append(kind) or (launch, needed))
 
     def buffer(self, x):
