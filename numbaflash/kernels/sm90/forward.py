@@ -91,7 +91,7 @@ def build(config: ForwardConfig) -> KernelSource:
     bounds_of_entry, take_seat, finish = of_scores.bounds_of_entry(has_right), of_scores.take_seat(pack), of_scores.finish(pack)
     fetch, fetch_first, change, drop = of_scores.fetch(False), of_scores.fetch(True), of_scores.change(), of_scores.drop()
     if drops:
-        draw, hold_back_drawn = of_scores.draw(), fragment.hold_back_words(kv_block // 8)
+        draw, hold_back_drawn = of_scores.draw(), fragment.hold_back_words(len(of_scores.drawn))
     no_words = straight_line(of_scores.words, (), lambda ops: [ops.integer(0)] * len(of_scores.words))
     if listed:
         list_at, hide, no_mask_words = of_scores.list_at(), of_scores.hide(pack), of_scores.no_mask_words()

@@ -80,7 +80,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     fetch_mask, no_mask_words = of_scores.fetch_mask() if options_of.masked else None, of_scores.no_mask_words()
     fetches, splits = of_scores.fetches, of_scores.splits
     if draws_ahead:
-        draw, join, hold_back_drawn = of_scores.draw(), of_scores.join(), fragment.hold_back_words(q_block // 4)
+        draw, join, hold_back_drawn = of_scores.draw(), of_scores.join(), fragment.hold_back_words(len(of_scores.drawn))
         scratch = shared.addresses(memory.scratch)
     scale_dv = fragment.scale(dv_columns)
     clean = unseen.queries(config, memory) if cleans else None
