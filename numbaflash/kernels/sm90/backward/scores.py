@@ -356,15 +356,15 @@ class KeyScores:
     @staticmethod
     def _kept(ops, named, seat, drawn):
         """Straight-line ``f(i)``: whether dropout keeps a pair."""
-        others, odd, found = ops.exchange(drawn, 4), (seat["key"] & 1) != 0, {}
+        odd, found = (seat["key"] & 1) != 0, {}
         bytes_of = [byte_of(ops.integer(8 * upper), seat["key"]) for upper in (0, 1)]
 
         def kept(i):
-            first = 3 * (i >> 3)
-            if (first, i & 1) not in found:
-                mine, other = (drawn, others) if i & 1 == 0 else (others, drawn)
-                found[first, i & 1] = [ops.select(odd, y, x) for x, y in zip(mine[first : first + 3], other[first : first + 3], strict=True)]
-            words = found[first, i & 1]
+            if i >> 3 not in found:
+                mine = drawn[3 * (i >> 3) :][:3]
+                pairs = list(zip(mine, ops.exchange(mine, 4), strict=True))
+                found[i >> 3] = [ops.select(odd, y, x) for x, y in pairs], [ops.select(odd, x, y) for x, y in pairs]
+            words = found[i >> 3][i & 1]
             return is_kept(ops, words[(i >> 1) & 1], words[2], bytes_of[(i >> 2) % 2], named["keep_limit"])
 
         return kept
