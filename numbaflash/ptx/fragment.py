@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba.cuda import types
 
 from .inline import F32, I32, U32, U64, VOID, emit, llvm_f32, llvm_i32, make_intrinsic, pack, unpack
-from .straight import straight_line
+from .straight import exp2_by_fma, straight_line
 
 CONVERT = {"f16": "cvt.rn.f16x2.f32", "bf16": "cvt.rn.bf16x2.f32"}
 
@@ -153,14 +153,20 @@ def _shuffle_xor(builder, x, lanes):
     return emit(builder, llvm_f32, [x], text, "=f,f")
 
 
-def online_softmax(columns, hold, lowest=False):
+def is_by_fma(i: int, of_eight: int) -> bool:
+    """Whether element i of a fragment is one of those, ``of_eight`` in each eight and spread evenly, whose exponential FMA units compute."""
+    return (i + 1) * of_eight // 8 > i * of_eight // 8
+
+
+def online_softmax(columns, hold, lowest=False, by_fma=0):
     """One step of the online softmax: ``f(s, statistics, scale) -> (p, statistics, held)``.
 
     m is the new maximum of the two rows over the quad and what came before, ``p = exp2((s - m) * scale)``,
     ``a = exp2((m_before - m) * scale)`` is what everything before has to be multiplied by, and l becomes
     ``l * a + sum(p)`` over the thread's own elements of a row. A row that has seen only -inf is shifted by 0.
 
-    With ``lowest``, scores may be as low as float32 goes, so that only their differences can be multiplied.
+    With ``lowest``, scores may be as low as float32 goes, so that only their differences can be multiplied. Of eight exponentials ``by_fma`` leave
+    the special-function unit to others.
 
     The sums start from the old ones: ptxas then computes a first, and the rescaling of the output hides behind the
     exponentials. ``held`` are the sums after ``hold`` elements of the two rows, for `hold_back`.
@@ -183,9 +189,10 @@ def online_softmax(columns, hold, lowest=False):
             a.append(_exp2(builder, builder.fmul(builder.fsub(before[row], base), scale)))
             shift.append(base if lowest else _negate(builder, builder.fmul(base, scale)))
         if lowest:
-            p = [_exp2(builder, builder.fmul(builder.fsub(s, shift[_row(i)]), scale)) for i, s in enumerate(scores)]
+            powers = [builder.fmul(builder.fsub(s, shift[_row(i)]), scale) for i, s in enumerate(scores)]
         else:
-            p = [_exp2(builder, _fma(builder, s, scale, shift[_row(i)])) for i, s in enumerate(scores)]
+            powers = [_fma(builder, s, scale, shift[_row(i)]) for i, s in enumerate(scores)]
+        p = [(exp2_by_fma if is_by_fma(i, by_fma) else _exp2)(builder, x) for i, x in enumerate(powers)]
         sums, held = [], []
         for row in (0, 1):
             values = [x for i, x in enumerate(p) if _row(i) == row]

@@ -73,7 +73,7 @@ def build(config: ForwardConfig) -> KernelSource:
     wait_scores, wait_scores_only = wgmma.wait(0, kv_block), wgmma.wait(1, kv_block)
     wait_out, wait_out_and_p = wgmma.wait(0, dv), wgmma.wait(0, dv, kv_block)
     zero_out, rescale, normalise = fragment.zeros(dv), fragment.scale_rows(dv), fragment.normalise_rows(dv)
-    online_softmax = fragment.online_softmax(kv_block, config.hold, options_of.lowest_scores)
+    online_softmax = fragment.online_softmax(kv_block, config.hold, options_of.lowest_scores, options_of.fma_exponentials)
     negate = fragment.negate(kv_block)
     mask_border, mask_first = fragment.mask_band(kv_block, has_left, has_right), fragment.mask_band(kv_block, has_left, True)
     p_to_16bit, out_to_16bit = fragment.to_16bit(kv_block, config.element), fragment.to_16bit(dv, config.element)

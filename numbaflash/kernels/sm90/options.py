@@ -171,6 +171,11 @@ class Options:
         return replace(self, sinks=False)
 
     @property
+    def fma_exponentials(self) -> int:
+        """Of eight exponentials so many are left to FMA units: the special-function unit has a tanh to compute beside each one."""
+        return 4 if self.softcap == "low" else 0
+
+    @property
     def of_rows(self) -> Options:
         """What remains where no scores are computed."""
         return Options(

@@ -17,7 +17,7 @@ from llvmlite import ir
 from numba.cuda import types
 
 from ....problem import GRANULE, ITEMSIZE
-from ....ptx.fragment import fragment
+from ....ptx.fragment import fragment, is_by_fma
 from ....ptx.inline import make_intrinsic
 from ....ptx.straight import straight_line
 from ...bands import BOUNDS
@@ -278,7 +278,8 @@ class KeyScores:
                     fall = (ops.absolute(places[row] - float(column)), falling) if options_of.alibi else None
                     bias = self._bias(ops, of_arrays["bias"], i) if options_of.bias else None
                     x, slope = changed(ops, options_of, named, x, fall, bias)
-                x = ops.exp2((x - shift) * scale_log2 if options_of.lowest_scores else ops.fma(x, scale_log2, shift * -1.0))
+                x = (x - shift) * scale_log2 if options_of.lowest_scores else ops.fma(x, scale_log2, shift * -1.0)
+                x = ops.exp2_by_fma(x) if is_by_fma(i, options_of.fma_exponentials) else ops.exp2(x)
                 shown = []
                 if masked:
                     shown.append(limits[row] <= column)
