@@ -264,17 +264,18 @@ def _softmax(problem, b, h, q, k, options):
 def kept(problem: Problem, b: int, h: int, seed: int, rows: slice = slice(None)) -> np.ndarray:
     """(seqlen_q, seqlen_k), or some rows of it: what dropout multiplies the weights by, 0 or ``1 / (1 - dropout)``.
 
-    Philox counts blocks of 16 pairs, each of which has a byte of its own and one of others behind it: `numbaflash.kernels.dropout` says how, and
-    why.
+    Philox counts blocks of 16 pairs, each of which has six bits of its own and eight of others behind them: `numbaflash.kernels.dropout` says how,
+    and why.
     """
     if not problem.dropout:
         return np.ones((problem.seqlen_q, problem.seqlen_k))[rows]
     i, j = np.indices((problem.seqlen_q, problem.seqlen_k), np.uint32)[:, rows]
     words = philox((j // 32 * 4 + j % 8 // 2, i // 16 * 8 + i % 8, np.full_like(i, h), np.full_like(i, b)), seed)
-    n, shift = j // 8 % 4, 8 * (i // 8 % 2 * 2 + j % 2)
-    first, second = np.choose(n, words), np.where(n < 2, words[2] ^ words[3], words[0] ^ words[1])
-    bits = ((first >> shift & 0xFF) << 8 | second >> shift & 0xFF).astype(np.uint16).view(np.int16)
-    return np.where(bits >= problem.dropout * DROPOUT_STEPS - DROPOUT_STEPS // 2, 1.0 / (1.0 - problem.dropout), 0.0)
+    n, byte = j // 8 % 4, i // 8 % 2 * 2 + j % 2
+    mine = np.choose(n, words) >> 8 * byte & 63
+    other, last = np.where(n < 2, words[2], words[0]), np.where(n < 2, words[3], words[1])
+    second = (other >> 8 * byte ^ last >> 8 * ((byte + n % 2) % 4)) & 255
+    return np.where(mine << 8 | second >= problem.dropout * DROPOUT_STEPS, 1.0 / (1.0 - problem.dropout), 0.0)
 
 
 def philox(counter, seed: int) -> tuple[np.ndarray, ...]:

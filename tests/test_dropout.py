@@ -74,12 +74,12 @@ def test_kernels_keep_what_the_reference_keeps(query, key, head, batch, seed, p)
     block = simulated(dropout.block, *pair, round_keys(dropout.seed_words(seed)))
     kept = reference.kept(described, batch, head, seed)
     assert bool(simulated(dropout._is_pair_kept, block, *pair[:2], limit)) == bool(kept[query, key])
-    seconds = dropout.second_words(block)
+    seconds = simulated(dropout.second_words, block)
     for a in {query % 16 % 8 + query // 16 * 16 + upper * 8 for upper in (0, 1)} & set(range(70)):
         for n, odd in itertools.product(range(4), range(2)):
             b = key // 32 * 32 + n * 8 + key % 8 // 2 * 2 + odd
             if b < 150:
-                keeps = simulated(dropout.is_kept, block[n], seconds[n], a // 8 % 2 * 2 + odd, limit)
+                keeps = simulated(dropout.is_kept, dropout.first_bits(block[n]), seconds[n], a // 8 % 2 * 2 + odd, limit)
                 assert bool(keeps) == bool(kept[a, b]), "one evaluation serves 16 pairs"
 
 
@@ -97,7 +97,7 @@ def test_statistics(p):
     described = problem(p, 512, 1024)
     kept = reference.kept(described, 0, 0, 123)
     assert set(np.unique(kept)) <= {0.0, 1 / (1 - described.dropout)}
-    assert abs(described.dropout - p) <= 2**-16
+    assert abs(described.dropout - p) <= 2**-14
     n, q = kept.size, described.dropout
     deviation = math.sqrt(q * (1 - q) / n)
     hit = kept == 0

@@ -62,8 +62,6 @@ class VectorOps(straight.SimulatorOps):
         product = (np.asarray(a).astype(np.int64) & 0xFFFFFFFF).astype(np.uint64) * np.uint64(int(b) & 0xFFFFFFFF)
         return [np.asarray(x).astype(np.uint32).view(np.int32) for x in (product & np.uint64(0xFFFFFFFF), product >> np.uint64(32))]
 
-    wide_multiple = wide_product
-
     @staticmethod
     def pair(dtype, word):
         halves = np.asarray(word, np.int32)[..., None].view(np.uint16)
@@ -300,7 +298,8 @@ class Model:
                 p, a = np.exp2(shifted), np.exp2((before - base) * scale)
                 l = l * a + p.sum(axis=1)
                 if config.options.dropout:
-                    p = self.gathered(self.drop([p[at] for at in self.at], self.draw(seat, j, options), options))
+                    kept = self.drop([np.full(128, -1, np.int32)] * (config.kv_block // 4), self.draw(seat, j, options), options)
+                    p = p * self.gathered([kept[i >> 1] >> 16 * (i & 1) & 1 for i in range(config.kv_block // 2)])
                 o = o * a[:, None] + p @ values
         of_quad = THREAD % 4 == 0
         ones = np.ones(128, np.float32)

@@ -9,11 +9,12 @@ of the absolute numbers of the query head, the query and the key; with packed se
 So one evaluation serves two queries 8 rows apart and four times two neighbouring keys, 8 columns apart: the pairs that one thread holds in the
 register fragments of the tensor cores when queries are rows.
 
-Each of the 16 pairs has a byte of its own, ``query // 8 % 2 * 2 + key % 2`` of word ``key // 8 % 4``, and below it, as a second one, the same byte
-of the exclusive or of the two words that belong to the other half of the 32 keys. A pair is kept where both, read as a signed number of 16 bits,
-are at least ``2**16 * dropout - 2**15``. The second byte decides only where the first one equals that of the limit, once in 256 pairs. So the
-probability is exact to 16 bits; two pairs that share second bytes have a correlation below 2**-16 where dropout is from 0.01 to 0.99, and any
-other two are independent.
+Each of the 16 pairs has the lower six bits of a byte of its own, ``query // 8 % 2 * 2 + key % 2`` of word ``key // 8 % 4``, and behind them the same
+byte of its word of `second_words`, an exclusive or of the words of the other half of the 32 keys. A pair is kept where these 14 bits are at least
+``2**14 * dropout``. The second byte decides only where the first bits equal those of the limit, once in 64 pairs; no two pairs have the same one,
+so that any two pairs are independent.
+
+14 bits are a float16 that is finite and not negative, and larger ones are larger numbers: one instruction compares two pairs.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def seed_words(seed: int) -> tuple[int, int]:
 
 
 def keep_limit(dropout: float) -> int:
-    """What the bits of a kept pair reach, as an int32 whose lower half is 0; see `is_kept`."""
-    return (round(dropout * DROPOUT_STEPS) - DROPOUT_STEPS // 2) << 16
+    """What the bits of a kept pair reach, in both halves of an int32."""
+    return round(dropout * DROPOUT_STEPS) * 0x10001
 
 
 def round_keys(seed) -> list:
@@ -51,21 +52,26 @@ def round_keys(seed) -> list:
     return [[word + _signed(weyl * n) for word, weyl in zip(seed, WEYL, strict=True)] for n in range(ROUNDS)]
 
 
-def integer_product(ops, x, multiplier):
-    return ops.wide_product(x, ops.integer(_signed(multiplier)))
+def integer_product(ops, x, multiplier, beside):
+    return [*ops.wide_product(x, ops.integer(_signed(multiplier))), None]
 
 
-def float64_product(ops, x, multiplier):
-    return ops.wide_multiple(x, multiplier)
+def float64_product(ops, x, multiplier, beside):
+    return ops.wide_multiple(x, multiplier, beside)
 
 
 def philox(ops, counter, keys, product=integer_product):
-    """Straight-line body: four random words of a counter of four int32 and the keys of the rounds. ``product`` gives the two words of a product."""
+    """Straight-line body: four random words of a counter of four int32 and the keys of the rounds.
+
+    ``product`` gives the two words of a product, and what it wants to be given beside a number that is made of the upper one.
+    """
     a, b, c, d = counter
+    beside_a = beside_c = None
     for k0, k1 in keys:
-        low0, high0 = product(ops, a, MULTIPLIERS[0])
-        low1, high1 = product(ops, c, MULTIPLIERS[1])
+        low0, high0, beside0 = product(ops, a, MULTIPLIERS[0], beside_a)
+        low1, high1, beside1 = product(ops, c, MULTIPLIERS[1], beside_c)
         a, b, c, d = high1 ^ b ^ k0, low1, high0 ^ d ^ k1, low0
+        beside_a, beside_c = beside1, beside0
     return [a, b, c, d]
 
 
@@ -75,9 +81,9 @@ def block(ops, query, key, head, batch, keys, product=integer_product):
     return philox(ops, [columns, rows, head, batch], keys, product)
 
 
-def second_words(words):
+def second_words(ops, words):
     """Straight-line body: where the second bytes of the pairs of each word lie."""
-    return [words[2] ^ words[3]] * 2 + [words[0] ^ words[1]] * 2
+    return [word for a, b in (words[2:], words[:2]) for word in (a ^ b, a ^ ops.next_bytes(b))]
 
 
 def byte_of(query, key):
@@ -85,19 +91,28 @@ def byte_of(query, key):
     return ((query >> 3) & 1) << 1 | (key & 1)
 
 
-def is_kept(ops, word, second, byte, limit):
-    """Straight-line condition for the words and the byte of a pair.
+def first_bits(word):
+    """Straight-line body: a word without what does not count of its bytes."""
+    return word & 0x3F3F3F3F
 
-    The bits are compared in the upper half: ``limit`` has a lower half of 0, so that what stands below decides nothing.
-    """
-    return ops.upper_bytes(word, second, byte) >= limit
+
+def is_kept(ops, bits, second, byte, limit):
+    """Straight-line condition for the `first_bits` and the second word of a pair, and its byte."""
+    return ops.two_bytes(bits, second, byte) >= (limit & 0xFFFF)
+
+
+def kept_of_two(ops, bits, second, row, limit):
+    """Straight-line body: the bits of the two halves of a word, 1 where they belong to a kept pair, of a query's two neighbouring keys. ``row`` is
+    ``query // 8 % 2``."""
+    return ops.not_below_float16(ops.two_pairs_of_bytes(bits, second, 2 * row), limit)
 
 
 def _is_pair_kept(ops, words, query, key, limit):
-    n, found = (key >> 3) & 3, [words[3], second_words(words)[3]]
+    n, seconds = (key >> 3) & 3, second_words(ops, words)
+    word, second = words[3], seconds[3]
     for i in (2, 1, 0):
-        found = [ops.select(n == i, x[i], y) for x, y in zip((words, second_words(words)), found, strict=True)]
-    return ops.truth(is_kept(ops, *found, byte_of(query, key), limit))
+        word, second = ops.select(n == i, words[i], word), ops.select(n == i, seconds[i], second)
+    return ops.truth(is_kept(ops, first_bits(word), second, byte_of(query, key), limit))
 
 
 block_words = straight_line(

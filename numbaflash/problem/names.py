@@ -41,8 +41,8 @@ MAX_SEQLEN = 2**30  # row and key numbers, and their sums with the offset, stay 
 MAX_SCALE = {"float32": (2 - 2**-23) * 2.0**127 / math.log2(math.e), "float64": math.nextafter(sys.float_info.max / math.log2(math.e), 0)}
 """By the dtype that scores are computed in."""
 MIN_SOFTCAP = 2.0**-126  # kernels hold softcap * log2(e) and scale / softcap in float32, but for float64
-DROPOUT_STEPS = 2**16
-"""Dropout draws 16 bits for each pair, so the probability is a multiple of ``1 / DROPOUT_STEPS``."""
+DROPOUT_STEPS = 2**14
+"""Dropout draws 14 bits for each pair, so the probability is a multiple of ``1 / DROPOUT_STEPS``."""
 
 LENGTH_DTYPES = ("int32", "int64")
 ITEMSIZE = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}

@@ -272,25 +272,40 @@ class GpuOps:
         product = emit(self.builder, words, [a.value, b.value], text, "=r,=r,r,r", pure=True)
         return [Register(self.builder, self.builder.extract_value(product, i)) for i in (0, 1)]
 
-    def wide_multiple(self, a, factor):
+    def wide_multiple(self, a, factor, beside=None):
         """(low, high) words of the 64-bit product of an int32, read as unsigned, and a constant below 2**32, the high one from the float64 unit.
 
         For GPUs with many of those, such as an H200, where `wide_product` bounds what is made of many of them. a stands in the low word of
-        2**52 + a; the sum 2**52 + a * factor / 2**32, rounded towards zero, ends with the high word.
+        2**52 + a; the sum 2**52 + a * factor / 2**32, rounded towards zero, ends with the high word. A third result is the other word of that
+        sum, that of 2**52: given as ``beside`` with a number that is computed where the high word stands, it saves building a pair of registers.
         """
         scale, rest = (struct.pack(">d", x).hex() for x in (factor / 2.0**32, 2.0**52 - 2.0**20 * factor))
+        beside = self.integer(0x43300000) if beside is None else beside
         text = (
-            "{.reg .b64 wide; .reg .b32 rest; mov.b64 wide, {$2, 0x43300000};"
-            f"fma.rz.f64 wide, wide, 0d{scale}, 0d{rest}; mov.b64 {{$1, rest}}, wide; mul.lo.u32 $0, $2, {factor};}}"
+            "{.reg .b64 wide; mov.b64 wide, {$3, $4};"
+            f"fma.rz.f64 wide, wide, 0d{scale}, 0d{rest}; mov.b64 {{$1, $2}}, wide; mul.lo.u32 $0, $3, {factor};}}"
         )
-        product = emit(self.builder, ir.LiteralStructType([llvm_i32] * 2), [a.value], text, "=&r,=r,r", pure=True)
-        return [Register(self.builder, self.builder.extract_value(product, i)) for i in (0, 1)]
+        product = emit(self.builder, ir.LiteralStructType([llvm_i32] * 3), [a.value, beside.value], text, "=&r,=&r,=&r,r,r", pure=True)
+        return [Register(self.builder, self.builder.extract_value(product, i)) for i in (0, 1, 2)]
 
-    def upper_bytes(self, a, b, byte):
-        """An int32 with that byte of a in its highest place, that of b in the next one, and anything below; ``byte`` is a number or an int32."""
-        selector = byte * 0x1111 + 0x0444
+    def two_bytes(self, a, b, byte):
+        """256 times that byte of a, which must be below 128, plus that of b; ``byte`` is a number or an int32."""
+        selector = byte * 0x1111 + 0x8804  # the sign of a's byte fills the upper half
         selector = selector if isinstance(selector, Register) else self.integer(selector)
         return self._pure(llvm_i32, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", a, b, selector)
+
+    def two_pairs_of_bytes(self, a, b, byte):
+        """The same of a byte, a number, in the lower half, and of the next one in the upper half."""
+        selector = self.integer(0x1504 + byte * 0x1111)
+        return self._pure(llvm_i32, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", a, b, selector)
+
+    def next_bytes(self, a):
+        """Each byte in the place of the one below, the lowest one in the highest place."""
+        return self._pure(llvm_i32, "prmt.b32 $0, $1, $1, 0x0321;", "=r,r", a)
+
+    def not_below_float16(self, a, b):
+        """Of each half of two words, read as a float16: all bits 1 where a's is not below b's, else 0."""
+        return self._pure(llvm_i32, "set.ge.u32.f16x2 $0, $1, $2;", "=r,r,r", a, b)
 
     def minimum(self, a, b):
         """The smaller one of integers."""
@@ -541,12 +556,26 @@ class SimulatorOps:
         product = (int(a) & 0xFFFFFFFF) * (int(b) & 0xFFFFFFFF)
         return [np.uint32(x).view(np.int32) for x in (product & 0xFFFFFFFF, product >> 32)]
 
-    wide_multiple = wide_product
+    @classmethod
+    def wide_multiple(cls, a, factor, beside=None):
+        return [*cls.wide_product(a, factor), beside]
 
     @staticmethod
-    def upper_bytes(a, b, byte):
-        first, second = ((int(x) >> 8 * int(byte)) & 0xFF for x in (a, b))
-        return np.uint32(first << 24 | second << 16).view(np.int32)
+    def two_bytes(a, b, byte):
+        return (a >> 8 * byte & 0xFF) << 8 | b >> 8 * byte & 0xFF
+
+    @classmethod
+    def two_pairs_of_bytes(cls, a, b, byte):
+        return cls.two_bytes(a, b, byte + 1) << 16 | cls.two_bytes(a, b, byte)
+
+    @staticmethod
+    def next_bytes(a):
+        return a >> 8 & 0xFFFFFF | a << 24
+
+    @staticmethod
+    def not_below_float16(a, b):
+        ends = (np.ascontiguousarray(x, np.int32)[..., None].view(np.float16) for x in (a, b))
+        return np.where(np.greater_equal(*ends), np.int16(-1), np.int16(0)).view(np.int32)[..., 0]
 
     integer = staticmethod(np.int32)
     wide = staticmethod(np.int64)

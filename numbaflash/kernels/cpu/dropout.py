@@ -47,9 +47,11 @@ class _Ops:
     def integer(self, value):
         return _Lanes(self.builder, ir.Constant(ir.VectorType(INT32, self.lanes), [value] * self.lanes))
 
-    def upper_bytes(self, a, b, byte):
-        shift = (byte ^ 3) << 3
-        return ((a << shift) & ~0xFFFFFF) | (((b << shift) >> 8) & 0xFF0000)
+    def two_bytes(self, a, b, byte):
+        return ((a >> (byte << 3)) & 0xFF) << 8 | ((b >> (byte << 3)) & 0xFF)
+
+    def next_bytes(self, a):
+        return ((a >> 8) & 0xFFFFFF) | (a << 24)
 
     def wide_product(self, a, b):
         builder, wide, narrow = self.builder, ir.VectorType(INT64, self.lanes), ir.VectorType(INT32, self.lanes)
@@ -71,7 +73,7 @@ def drawing(compute, lanes):
     draw_keys : intrinsic
         ``draw_keys(query, head, key, batch, seed, limit, factor, place)``: the lanes are keys from ``key`` on, of one row.
     """
-    from ..dropout import block, byte_of, is_kept, round_keys, second_words
+    from ..dropout import block, byte_of, first_bits, is_kept, round_keys, second_words
 
     integers, numbers = ir.VectorType(INT32, lanes), ir.VectorType(element_type(compute), lanes)
     zero = ir.Constant(numbers, None)
@@ -90,10 +92,11 @@ def drawing(compute, lanes):
             ops = _Ops(builder, lanes)
             words = block(ops, query, everywhere(builder, key), head, everywhere(builder, batch), keys_of(builder, seed))
             factors, limits = broadcast(builder, factor, lanes), everywhere(builder, limit)
-            for n, (word, second) in enumerate(zip(words, second_words(words), strict=True)):
+            for n, (word, second) in enumerate(zip(words, second_words(ops, words), strict=True)):
                 for odd in (0, 1):
                     target = builder.add(place, builder.mul(stride, INT64(8 * n + odd)))
-                    chosen = builder.select(is_kept(ops, word, second, byte_of(query, ops.integer(odd)), limits), factors, zero)
+                    keeps = is_kept(ops, first_bits(word), second, byte_of(query, ops.integer(odd)), limits)
+                    chosen = builder.select(keeps, factors, zero)
                     builder.store(chosen, pointer(builder, target, numbers), align=compute.bitwidth // 8)
             return context.get_dummy_value()
 
@@ -106,12 +109,13 @@ def drawing(compute, lanes):
             query, keys = everywhere(builder, query), everywhere(builder, key) + _Lanes(builder, ir.Constant(integers, list(range(lanes))))
             ops = _Ops(builder, lanes)
             words = block(ops, query, keys, everywhere(builder, head), everywhere(builder, batch), keys_of(builder, seed))
-            number, found = (keys >> 3) & 3, [words[3], second_words(words)[3]]
+            number, pairs = (keys >> 3) & 3, list(zip(words, second_words(ops, words), strict=True))
+            found = pairs[3]
             for n in (2, 1, 0):
                 mine = builder.icmp_signed("==", number.value, ir.Constant(integers, [n] * lanes))
-                others = words[n], second_words(words)[n]
-                found = [_Lanes(builder, builder.select(mine, x.value, y.value)) for x, y in zip(others, found, strict=True)]
-            keeps = is_kept(ops, *found, byte_of(query, keys), everywhere(builder, limit))
+                found = [_Lanes(builder, builder.select(mine, x.value, y.value)) for x, y in zip(pairs[n], found, strict=True)]
+            word, second = found
+            keeps = is_kept(ops, first_bits(word), second, byte_of(query, keys), everywhere(builder, limit))
             chosen = builder.select(keeps, broadcast(builder, factor, lanes), zero)
             builder.store(chosen, pointer(builder, place, numbers), align=compute.bitwidth // 8)
             return context.get_dummy_value()

@@ -21,7 +21,7 @@ from numbaflash.problem import GRANULE
 from numbaflash.ptx.straight import straight_line
 
 from ..blocks.layout import BITS, FULL, PARTIAL
-from ..dropout import block, byte_of, is_kept, round_keys, second_words
+from ..dropout import block, byte_of, first_bits, is_kept, round_keys, second_words
 from .config import Elements
 from .options import as_bits
 
@@ -328,7 +328,7 @@ def _kept(ops, config, share, options, query, key, batch, head):
         numbers = row // 16, row % 8, column // 32, column % 8 // 2
         if numbers not in words:
             found = block(ops, query + row, key + column, head, batch, keys)
-            words[numbers] = list(zip(found, second_words(found), strict=True))
+            words[numbers] = list(zip(map(first_bits, found), second_words(ops, found), strict=True))
         found = words[numbers]
         if config.lanes_n <= 8 and columns % 32 == 0:
             chosen = found[column // 8 % 4]

@@ -188,15 +188,16 @@ def build(config: ForwardConfig) -> KernelSource:
                 s = mask_first(s, j, limits_anew(row, my.lane, bounds))
                 s = hide(s, mask_words, row, my.lane, j, batch, head, bounds[0], bounds[1], my.options)
             p, statistics, sums = online_softmax(s, statistics, my.scale_log2)
-            if drops:
-                p = drop(p, drawn, my.options)
             if held:
                 hold_back(my.scratch, sums)
             acc, p = wait_out_and_p(acc, p)
             pipeline.release(ring.v_empty, v_place, my.lane)
             if not rescale_first:
                 acc = rescale(acc, statistics)
-            return acc, p_to_16bit(p), statistics, place
+            p16 = p_to_16bit(p)
+            if drops:
+                p16 = drop(p16, drawn, my.options)
+            return acc, p16, statistics, place
 
         return kv_step
 
@@ -456,9 +457,9 @@ def build(config: ForwardConfig) -> KernelSource:
                     else:
                         s = mask_first(s, j, limits)
                     p, statistics, _ = online_softmax(s, statistics, scale_log2)
-                    if drops:
-                        p = drop(p, drawn, options)
                     p16 = p_to_16bit(p)
+                    if drops:
+                        p16 = drop(p16, drawn, options)
 
                     if listed:
                         entry = warp.shuffle_index(upcoming, 0)

@@ -20,12 +20,12 @@ from llvmlite import ir
 from numba.cuda import types
 
 from ...problem import GRANULE, ITEMSIZE
-from ...ptx.fragment import STATISTICS, fragment
+from ...ptx.fragment import STATISTICS, fragment, packed
 from ...ptx.inline import make_intrinsic
 from ...ptx.straight import straight_line
 from ..bands import BOUNDS
 from ..blocks.layout import BITS, FULL, LIST_START, PARTIAL
-from ..dropout import block, float64_product, is_kept, round_keys, second_words
+from ..dropout import block, first_bits, float64_product, kept_of_two, round_keys, second_words
 from .options import KEYS_OF_A_DRAW, ROUND_KEYS, Access, Options
 
 I32, I64, F32 = types.int32, types.int64, types.float32
@@ -265,15 +265,16 @@ class Scores:
         return straight_line(self.drawn, (self.seat, I32, self._given), body)
 
     def drop(self):
-        """``f(p, drawn, options) -> p``: 0 where dropout drops a weight."""
-        kind = fragment(self.columns)
+        """``f(p16, drawn, options) -> p16``: 0 where dropout drops a weight."""
+        kind = packed(self.columns)
 
         def body(ops, p, drawn, options):
             limit, found = self._named(options)["keep_limit"], []
-            seconds = [word for first in range(0, len(drawn), 4) for word in second_words(drawn[first : first + 4])]
-            for i, x in enumerate(p):
-                keeps = is_kept(ops, drawn[i >> 2], seconds[i >> 2], i & 3, limit)
-                found.append(ops.select(keeps, x, 0.0))
+            for first in range(0, len(drawn), 4):
+                words = drawn[first : first + 4]
+                for word, second in zip(words, second_words(ops, words), strict=True):
+                    bits = first_bits(word)
+                    found += [p[len(found) + row] & kept_of_two(ops, bits, second, row, limit) for row in (0, 1)]
             return found
 
         return straight_line(kind, (kind, self.drawn, self._given), body)

@@ -22,7 +22,7 @@ from ....ptx.inline import make_intrinsic
 from ....ptx.straight import straight_line
 from ...bands import BOUNDS
 from ...blocks.layout import BITS, FULL, PARTIAL
-from ...dropout import block, byte_of, is_kept, second_words
+from ...dropout import block, byte_of, first_bits, is_kept, second_words
 from ..options import Access, Options
 from ..scores import block_offset, block_word, changed, element, has_bit, in_units, is_shown, option_types, round_keys_of
 
@@ -132,7 +132,7 @@ class KeyScores:
     @property
     def drawn(self):
         """Numba type of a block's random bits."""
-        return types.UniTuple(I32, 3 * (self.columns // _SHARED_BITS))
+        return types.UniTuple(I32, 4 * (self.columns // _SHARED_BITS))
 
     @property
     def words(self):
@@ -341,7 +341,7 @@ class KeyScores:
         return straight_line(self.fetched, (), lambda ops: [ops.integer(0)] * len(self.fetched))
 
     def _drawn(self, ops, named, seat, origin, head):
-        """Straight-line random bits: of each 16 columns two words for the thread's two keys, and that of their second bytes.
+        """Straight-line random bits: of each 16 columns a word for each of the thread's two keys, and those of their second bytes.
 
         A thread's keys are 8 apart in a half of the 32 that share words, and its queries neighbours; words are shared by neighbouring keys. So the
         lane of a neighbouring key (4 lanes away) needs what this one does: each of the two draws for one query of two, see `_kept`.
@@ -350,8 +350,8 @@ class KeyScores:
         query, words = seat["query"] + origin + (seat["key"] & 1), []
         for first in range(0, self.columns, _SHARED_BITS):
             found = block(ops, query + first, seat["key"], head, seat["batch"], keys)
-            seconds = second_words(found)
-            words += [ops.select(second_half, y, x) for x, y in ((found[0], found[2]), (found[1], found[3]), (seconds[0], seconds[2]))]
+            found = [ops.select(second_half, *halves) for halves in ((found[n ^ 2], found[n]) for n in range(4))]  # the thread's own two first
+            words += [*map(first_bits, found[:2]), *second_words(ops, found)[:2]]
         return words
 
     @staticmethod
@@ -362,10 +362,11 @@ class KeyScores:
 
         def kept(i):
             if i >> 3 not in found:
-                mine = drawn[3 * (i >> 3) :][:3]
+                mine = drawn[4 * (i >> 3) :][:4]
                 pairs = list(zip(mine, ops.exchange(mine, 4), strict=True))
                 found[i >> 3] = [ops.select(odd, y, x) for x, y in pairs], [ops.select(odd, x, y) for x, y in pairs]
             words = found[i >> 3][i & 1]
-            return is_kept(ops, words[(i >> 1) & 1], words[2], bytes_of[(i >> 2) % 2], named["keep_limit"])
+            key = (i >> 1) & 1
+            return is_kept(ops, words[key], words[2 + key], bytes_of[(i >> 2) % 2], named["keep_limit"])
 
         return kept
