@@ -667,7 +667,10 @@ class GradientModel:
                     options,
                 )
                 weights, signed = weigh[masked](*given)
-                found = differentiate[masked](signed, [dp[x] for x in at], [delta[x] for x in of_columns], options)
+                kept = of.no_kept()() if not config.options.dropout else of.draw()(seat, block, np.int32(head), options)
+                found = differentiate[masked](signed, [dp[x] for x in at], kept, [delta[x] for x in of_columns], options)
+                if config.options.dropout:
+                    weights = [x * (kept[i >> 1] >> 16 * (i & 1) & 1) for i, x in enumerate(weights)]
                 for x, weight, gradient in zip(at, weights, found, strict=True):
                     p[x], ds[x] = weight, gradient
             with np.errstate(all="ignore"):
@@ -724,7 +727,8 @@ class GradientModel:
                     shifts, deltas = ([x[c] for c in of_columns] for x in (shift, delta))
                     mask_words = fetch_mask(key, column, m, batch, head, bounds[0], np.int32(problem.seqlen_k), options)
                     _, p = weigh([s[x] for x in at], shifts, words, mask_words, seat, m, head, limits, scale_log2, options)
-                    for x, ds in zip(at, differentiate(p, [dp[x] for x in at], deltas, options), strict=True):
+                    kept = of.draw()(seat, m, head, options) if config.options.dropout else of.no_kept()()
+                    for x, ds in zip(at, differentiate(p, [dp[x] for x in at], kept, deltas, options), strict=True):
                         total[x] += ds
             part = total.T
             place = [np.s_[int(own[0])], np.s_[int(own[1])]]

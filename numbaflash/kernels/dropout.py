@@ -101,10 +101,15 @@ def is_kept(ops, bits, second, byte, limit):
     return ops.two_bytes(bits, second, byte) >= (limit & 0xFFFF)
 
 
-def kept_of_two(ops, bits, second, row, limit):
-    """Straight-line body: the bits of the two halves of a word, 1 where they belong to a kept pair, of a query's two neighbouring keys. ``row`` is
-    ``query // 8 % 2``."""
-    return ops.not_below_float16(ops.two_pairs_of_bytes(bits, second, 2 * row), limit)
+OF_NEIGHBOURS = (0x1504, 0x3726)
+"""Selectors of `kept_of_two` for a query's two neighbouring keys, by ``query // 8 % 2``."""
+OF_EIGHT_APART = 0x2604
+"""The one for a key's two queries where the key is even; ``0x1111`` more where it is odd."""
+
+
+def kept_of_two(ops, bits, second, selector, limit):
+    """Straight-line body: the bits of the halves of a word are 1 where they belong to a kept pair, else 0, of two pairs of these words."""
+    return ops.not_below_float16(ops.permute(bits, second, selector), limit)
 
 
 def _is_pair_kept(ops, words, query, key, limit):

@@ -288,20 +288,23 @@ class GpuOps:
         product = emit(self.builder, ir.LiteralStructType([llvm_i32] * 3), [a.value, beside.value], text, "=&r,=&r,=&r,r,r", pure=True)
         return [Register(self.builder, self.builder.extract_value(product, i)) for i in (0, 1, 2)]
 
-    def two_bytes(self, a, b, byte):
-        """256 times that byte of a, which must be below 128, plus that of b; ``byte`` is a number or an int32."""
-        selector = byte * 0x1111 + 0x8804  # the sign of a's byte fills the upper half
+    def permute(self, a, b, selector):
+        """An int32 made of bytes of a (0 to 3) and b (4 to 7): each hexadecimal digit of the selector, a number or an int32, is one; 8 more fill its
+        place with its sign."""
         selector = selector if isinstance(selector, Register) else self.integer(selector)
         return self._pure(llvm_i32, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", a, b, selector)
 
-    def two_pairs_of_bytes(self, a, b, byte):
-        """The same of a byte, a number, in the lower half, and of the next one in the upper half."""
-        selector = self.integer(0x1504 + byte * 0x1111)
-        return self._pure(llvm_i32, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", a, b, selector)
+    def two_bytes(self, a, b, byte):
+        """256 times that byte of a, which must be below 128, plus that of b; ``byte`` is a number or an int32."""
+        return self.permute(a, b, byte * 0x1111 + 0x8804)
 
     def next_bytes(self, a):
         """Each byte in the place of the one below, the lowest one in the highest place."""
-        return self._pure(llvm_i32, "prmt.b32 $0, $1, $1, 0x0321;", "=r,r", a)
+        return self.permute(a, a, 0x0321)
+
+    def product_of_halves(self, element, a, b):
+        """The products of two f16 or bf16 each."""
+        return self._pure(llvm_i32, f"mul.rn.{element}x2 $0, $1, $2;", "=r,r,r", a, b)
 
     def not_below_float16(self, a, b):
         """Of each half of two words, read as a float16: all bits 1 where a's is not below b's, else 0."""
@@ -505,6 +508,10 @@ class GpuOps:
             return [self._pure(llvm_f32, text, "=f,r", word) for text in halves]
         return [self.as_float(word << 16), self.as_float(word & -65536)]
 
+    def as_integer(self, x):
+        """The bits of a float32 as int32."""
+        return Register(self.builder, self.builder.bitcast(x.value, llvm_i32))
+
     def as_float(self, word):
         """The float32 of the bits of an int32."""
         return Register(self.builder, self.builder.bitcast(word.value, llvm_f32))
@@ -561,16 +568,22 @@ class SimulatorOps:
         return [*cls.wide_product(a, factor), beside]
 
     @staticmethod
-    def two_bytes(a, b, byte):
-        return (a >> 8 * byte & 0xFF) << 8 | b >> 8 * byte & 0xFF
+    def permute(a, b, selector):
+        bytes_of = [x >> 8 * n & 0xFF for x in (a, b) for n in range(4)]
+        found = 0
+        for place in range(4):
+            digit = selector >> 4 * place & 15
+            byte = np.choose(digit & 7, bytes_of)
+            found = found | np.where(digit & 8, (byte >> 7) * 0xFF, byte).astype(np.int64) << 8 * place
+        return found.astype(np.uint32).view(np.int32)[()]
 
     @classmethod
-    def two_pairs_of_bytes(cls, a, b, byte):
-        return cls.two_bytes(a, b, byte + 1) << 16 | cls.two_bytes(a, b, byte)
+    def two_bytes(cls, a, b, byte):
+        return GpuOps.two_bytes(cls, a, b, byte)
 
-    @staticmethod
-    def next_bytes(a):
-        return a >> 8 & 0xFFFFFF | a << 24
+    @classmethod
+    def next_bytes(cls, a):
+        return GpuOps.next_bytes(cls, a)
 
     @staticmethod
     def not_below_float16(a, b):
@@ -680,6 +693,10 @@ class SimulatorOps:
     def pair(dtype, word):
         halves = np.int32(word).reshape(1).view(np.uint16)
         return list(halves.view(np.float16).astype(np.float32) if dtype == "float16" else (halves.astype(np.uint32) << 16).view(np.float32))
+
+    @staticmethod
+    def as_integer(x):
+        return np.float32(x).view(np.int32)
 
     @staticmethod
     def as_float(word):

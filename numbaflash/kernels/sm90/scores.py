@@ -25,7 +25,7 @@ from ...ptx.inline import make_intrinsic
 from ...ptx.straight import straight_line
 from ..bands import BOUNDS
 from ..blocks.layout import BITS, FULL, LIST_START, PARTIAL
-from ..dropout import block, first_bits, float64_product, kept_of_two, round_keys, second_words
+from ..dropout import OF_NEIGHBOURS, block, first_bits, float64_product, kept_of_two, round_keys, second_words
 from .options import KEYS_OF_A_DRAW, ROUND_KEYS, Access, Options
 
 I32, I64, F32 = types.int32, types.int64, types.float32
@@ -274,7 +274,7 @@ class Scores:
                 words = drawn[first : first + 4]
                 for word, second in zip(words, second_words(ops, words), strict=True):
                     bits = first_bits(word)
-                    found += [p[len(found) + row] & kept_of_two(ops, bits, second, row, limit) for row in (0, 1)]
+                    found += [p[len(found) + row] & kept_of_two(ops, bits, second, of, limit) for row, of in enumerate(OF_NEIGHBOURS)]
             return found
 
         return straight_line(kind, (kind, self.drawn, self._given), body)

@@ -119,10 +119,11 @@ def build(config: BackwardConfig) -> KernelSource:
     addresses = shared.addresses(memory.k, memory.v, memory.q, memory.dout, memory.shifts, memory.deltas, memory.barrier)
     init = mbarrier.init_ring(1, 1)
 
-    lengths, masked = options_of.lengths, options_of.masked
+    lengths, masked, drops = options_of.lengths, options_of.masked, options_of.dropout
     bounds_of_entry = Scores(Q_BLOCK, options_of).bounds_of_entry(False)
     of_scores = KeyScores(Q_BLOCK, Q_BLOCK, options_of, config.left, of_bias=True)
     take_seat, fetch, weigh, differentiate = of_scores.take_seat(), of_scores.fetch(), of_scores.weigh(True), of_scores.differentiate(True)
+    draw, no_kept = of_scores.draw() if options_of.dropout else None, of_scores.no_kept()
     fetch_mask, no_mask_words = of_scores.fetch_mask() if options_of.masked else None, of_scores.no_mask_words()
     limits_of_keys, column_values = KeyBand(KV_TILE, Q_BLOCK, config.left, config.right).limits(), fragment.column_values(Q_BLOCK)
     block = fragment.fragment(Q_BLOCK)
@@ -201,7 +202,8 @@ def build(config: BackwardConfig) -> KernelSource:
                 dp = value_scores(operand(own_rows(s_v, w), only()), operand(s_dout, only()))
                 limits, shift = limits_of_keys(key, column, bounds), column_values(plus(s_shifts, bytes_to_column))
                 _, p = weigh(wait_scores(s), shift, words, mask_words, seat, m, head, limits, scale_log2, options)
-                total = add(total, differentiate(p, wait_value_scores(dp), column_values(plus(s_deltas, bytes_to_column)), options))
+                kept = draw(seat, m, head, options) if drops else no_kept()
+                total = add(total, differentiate(p, wait_value_scores(dp), kept, column_values(plus(s_deltas, bytes_to_column)), options))
             turn = following(turn)
 
         cuda.syncthreads()

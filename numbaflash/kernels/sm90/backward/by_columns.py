@@ -80,6 +80,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     take_seat, fetch, no_words, keep_factor = of_scores.take_seat(), of_scores.fetch(), of_scores.no_words(), of_scores.keep_factor()
     fetch_mask, no_mask_words = of_scores.fetch_mask() if options_of.masked else None, of_scores.no_mask_words()
     fetches = of_scores.fetches
+    draw, no_kept, drop = of_scores.draw() if drops else None, of_scores.no_kept(), of_scores.drop(config.element)
     scale_dv = fragment.scale(dv_part)
     clean = unseen.queries(config, memory) if cleans else None
     clean_keys, seen_rows = unseen.keys(config, memory) if options_of.hides else (None, None)
@@ -196,11 +197,15 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
             words = fetch(my.seat, m, head, my.options) if fetches else no_words()
             mask_words = fetch_mask_of(m, head, my) if masked and masked_keys else no_mask_words()
             s = wait_scores(s) if is_first else wait_scores_before_dk(s)
+            kept = draw(my.seat, m, head, my.options) if drops else no_kept()
             p, w = weights(s, words, mask_words, place, m, head, ring, my)
+            p16 = to_16bit(p)
+            if drops:
+                p16 = drop(p16, kept)
             pds = pds_slot(my.pds, place)
-            put_half(to_16bit(p), pds, my.thread, my.first_query)
+            put_half(p16, pds, my.thread, my.first_query)
             dp = wait_value_scores(dp) if is_first else wait_value_scores_before_dk(dp)
-            ds = gradients(w, dp, place, m, ring, my)
+            ds = gradients(w, dp, kept, place, m, ring, my)
             put_half(to_16bit(ds), second(pds), my.thread, my.first_query)
             tma.fence_async()
             if not is_first:
@@ -260,14 +265,18 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
             head = plus(my.first_head, member)
             words = fetch(my.seat, m, head, my.options) if fetches else no_words()
             mask_words = fetch_mask_of(m, head, my) if masked and masked_keys else no_mask_words()
+            kept = draw(my.seat, m, head, my.options) if drops else no_kept()
             p, w = weights(wait_scores(s), words, mask_words, place, m, head, ring, my)
             if with_ds and crowded:
                 dp = value_scores(my.v, dout_operand(my.dout_half, place))
             pds = pds_slot(my.pds, place)
             if with_dv:
-                put_half(to_16bit(p), pds, my.thread, my.first_query)
+                p16 = to_16bit(p)
+                if drops:
+                    p16 = drop(p16, kept)
+                put_half(p16, pds, my.thread, my.first_query)
             if with_ds:
-                ds = gradients(w, wait_value_scores(dp), place, m, ring, my)
+                ds = gradients(w, wait_value_scores(dp), kept, place, m, ring, my)
                 put_half(to_16bit(ds), second(pds), my.thread, my.first_query)
             tma.fence_async()
             warp.barrier_sync(ALL, 128 * count)

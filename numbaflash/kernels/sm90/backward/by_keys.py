@@ -75,13 +75,12 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     options_of, cleans, may_hide_keys = config.options, config.cleans_queries, config.may_hide_keys
     with_options, drops, crowded = bool(options_of), options_of.dropout, config.crowded
     draws_ahead = config.draws_ahead
-    of_scores = KeyScores(q_block, q_block, options_of, config.left, draws_ahead=draws_ahead)
+    of_scores = KeyScores(q_block, q_block, options_of, config.left)
     take_seat, fetch, no_words, keep_factor = of_scores.take_seat(), of_scores.fetch(), of_scores.no_words(), of_scores.keep_factor()
     fetch_mask, no_mask_words = of_scores.fetch_mask() if options_of.masked else None, of_scores.no_mask_words()
     fetches, splits = of_scores.fetches, of_scores.splits
-    if draws_ahead:
-        draw, join, hold_back_drawn = of_scores.draw(), of_scores.join(), fragment.hold_back_words(len(of_scores.drawn))
-        scratch = shared.addresses(memory.scratch)
+    draw, no_kept, drop = of_scores.draw() if drops else None, of_scores.no_kept(), of_scores.drop(config.element)
+    hold_back_kept, scratch = fragment.hold_back_words(len(of_scores.kept)), shared.addresses(memory.scratch)
     scale_dv = fragment.scale(dv_columns)
     clean = unseen.queries(config, memory) if cleans else None
     clean_keys, seen_rows = unseen.keys(config, memory) if options_of.hides else (None, None)
@@ -188,8 +187,11 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
             head = plus(my.first_head, member)
             words = fetch(my.seat, m, head, my.options) if fetches else no_words()
             mask_words = fetch_mask_of(m, head, my) if masked and masked_keys else no_mask_words()
+            kept = no_kept()
             if draws_ahead:
-                words = join(words, carried)
+                kept = carried
+            elif drops:
+                kept = draw(my.seat, m, head, my.options)
             p, w = weights(wait_scores(s), words, mask_words, place, m, head, ring, my)
             if splits:
                 p16 = to_16bit(p)
@@ -199,10 +201,12 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
                 dp, w = wait_value_scores(dp, w)
             if not splits:
                 p16 = to_16bit(w)
+            if drops:
+                p16 = drop(p16, kept)
             if with_dv:
                 dv = add_dv(dv, p16, dout_mn_operand(ring.dout, place))
             if with_ds:
-                ds16 = to_16bit(gradients(w, dp, place, m, ring, my))
+                ds16 = to_16bit(gradients(w, dp, kept, place, m, ring, my))
             if with_dq:
                 pipeline.wait(ring.ds_empty, pipeline.turned(place))
                 put_ds(ds16, ds_slot(my.ds, place), my.thread)
@@ -214,7 +218,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
             if draws_ahead:  # of the next block, while the products are
                 next_m, next_member = next_of_walk(m, member, my.group, my.onward)
                 carried = draw(my.seat, next_m, plus(my.first_head, next_member), my.options)
-                hold_back_drawn(scratch()[0], carried)
+                hold_back_kept(scratch()[0], carried)
             if with_dv:
                 dv = wait_dv(dv)
             pipeline.release(ring.dout_empty, place, my.lane)

@@ -4,8 +4,8 @@ What a score is, and what a mask shows, is that of the forward (`numbaflash.kern
 its *seat* for a tile, and reads its *words* for each block of queries of each head: elements of the bias, and the head's slope of ALiBi. Elements of
 the mask are read only for blocks in which it hides some pair.
 
-Of a pair two numbers are kept: p, the weight that V had, and w, what the gradient of the weight is multiplied by, p but for dropout and the slope of
-the score. The sign of w says what became of the pair: -0.0 where it is hidden, and nothing may be multiplied; negative where dropout drops it.
+Of a pair two numbers are kept: p, the weight that V had but for dropout, and w, what the gradient of the weight is multiplied by, p but for the slope
+of the score. w is -0.0 where the pair is hidden, and nothing may be multiplied. What dropout keeps is drawn apart.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from llvmlite import ir
 from numba.cuda import types
 
 from ....problem import GRANULE, ITEMSIZE
-from ....ptx.fragment import fragment, is_by_fma
+from ....ptx.fragment import fragment, is_by_fma, packed
 from ....ptx.inline import make_intrinsic
 from ....ptx.straight import straight_line
 from ...bands import BOUNDS
 from ...blocks.layout import BITS, FULL, PARTIAL
-from ...dropout import block, byte_of, first_bits, is_kept, second_words
+from ...dropout import OF_EIGHT_APART, block, first_bits, kept_of_two, second_words
 from ..options import Access, Options
 from ..scores import block_offset, block_word, changed, element, has_bit, in_units, is_shown, option_types, round_keys_of
 
@@ -34,15 +34,13 @@ _SHARED_BITS = 16
 @dataclass(frozen=True, slots=True)
 class KeyScores:
     """Fragments of so many ``columns``, blocks of ``q_block`` queries, and the options and bounds of the band that are built in. ``of_bias`` is for
-    the gradient of the bias: that of the scores, not of the products, and of no pair of a query whose shift is +inf. With ``draws_ahead`` the
-    random bits of dropout come with the words."""
+    the gradient of the bias: that of the scores, not of the products, and of no pair of a query whose shift is +inf."""
 
     columns: int
     q_block: int
     options: Options
     left: bool
     of_bias: bool = False
-    draws_ahead: bool = False
 
     def _named(self, values):
         return {name: x for (name, _), x in zip(self.options.parameters(), values, strict=True)}
@@ -129,16 +127,6 @@ class KeyScores:
         """Numba type of what is read."""
         return types.UniTuple(I32, max(1, sum(self._counts()) + self.options.alibi))
 
-    @property
-    def drawn(self):
-        """Numba type of a block's random bits."""
-        return types.UniTuple(I32, 4 * (self.columns // _SHARED_BITS))
-
-    @property
-    def words(self):
-        """Numba type of what is read, with what is drawn ahead."""
-        return types.UniTuple(I32, len(self.fetched) + (len(self.drawn) if self.draws_ahead else 0))
-
     def fetch(self):
         """``f(seat, block, head, options) -> words``; nothing beyond the last query there is."""
 
@@ -155,18 +143,49 @@ class KeyScores:
 
         return straight_line(self.fetched, (self.seat, I32, I32, self._given), body)
 
+    # ---- what dropout keeps
+
+    @property
+    def kept(self):
+        """Numba type of what says which pairs of a block dropout keeps: for two columns of a row a word, whose halves are all ones or 0."""
+        return types.UniTuple(I32, self.columns // 4)
+
     def draw(self):
-        """``f(seat, block, head, options) -> drawn``."""
+        """``f(seat, block, head, options) -> kept``. All lanes of a warp take part.
+
+        Random bits are shared by four keys 8 apart, of which a thread has two, and their neighbours. A lane 4 further has the neighbouring keys and
+        the same queries, so each of the two draws for one query of two neighbours, and tells the other one what becomes of its keys.
+        """
 
         def body(ops, seat, number, head, options):
-            seat = dict(zip(self._seat(), seat, strict=True))
-            return self._drawn(ops, self._named(options), seat, number * self.q_block, head)
+            named, seat = self._named(options), dict(zip(self._seat(), seat, strict=True))
+            keys, limit, odd = round_keys_of(ops, named), named["keep_limit"], seat["key"] & 1
+            second_half, query, found = (seat["key"] & _SHARED_BITS) != 0, seat["query"] + number * self.q_block + odd, []
+            own, others = OF_EIGHT_APART + odd * 0x1111, OF_EIGHT_APART + 0x1111 - odd * 0x1111
+            interleave = [ops.select(odd != 0, ops.integer(a), b) for a, b in ((0x1054, 0x5410), (0x3276, 0x7632))]
+            for first in range(0, self.columns, _SHARED_BITS):
+                words = block(ops, query + first, seat["key"], head, seat["batch"], keys)
+                words = [ops.select(second_half, *halves) for halves in ((words[n ^ 2], words[n]) for n in range(4))]  # the thread's two first
+                bits, seconds = [first_bits(word) for word in words[:2]], second_words(ops, words)[:2]
+                mine, told = ([kept_of_two(ops, *of, which, limit) for of in zip(bits, seconds, strict=True)] for which in (own, others))
+                told = ops.exchange(told, 4)
+                found += [ops.permute(*both, of_half) for of_half in interleave for both in zip(mine, told, strict=True)]
+            return found
 
-        return straight_line(self.drawn, (self.seat, I32, I32, self._given), body)
+        return straight_line(self.kept, (self.seat, I32, I32, self._given), body)
 
-    def join(self):
-        """``f(fetched, drawn) -> words``."""
-        return straight_line(self.words, (self.fetched, self.drawn), lambda ops, fetched, drawn: [*fetched, *drawn])
+    def no_kept(self):
+        """``f() -> kept`` where there is no dropout."""
+        return straight_line(self.kept, (), lambda ops: [ops.integer(0)] * len(self.kept))
+
+    def drop(self, element: str):
+        """``f(p16, kept) -> p16``: times 0 where dropout drops a weight."""
+        kind, one = packed(self.columns), {"f16": 0x3C003C00, "bf16": 0x3F803F80}[element]
+
+        def body(ops, p, kept):
+            return [ops.product_of_halves(element, x, word & one) for x, word in zip(p, kept, strict=True)]
+
+        return straight_line(kind, (kind, self.kept), body)
 
     @property
     def mask_words(self):
@@ -265,11 +284,6 @@ class KeyScores:
             if options_of.alibi:
                 falling = in_units(options_of, named, ops.as_float(words[at])) * -1.0
                 places = [ops.real("float32", seat[f"place{r}"] - origin) for r in (0, 1)]
-            kept = None
-            if options_of.dropout:
-                drawn = words[len(self.fetched) :] if self.draws_ahead else self._drawn(ops, named, seat, origin, head)
-                kept = self._kept(ops, named, seat, drawn)
-            minus_one, below_zero = ops.constant("float32", -1.0), ops.constant("float32", -(2.0**-149))  # a dropped weight is never -0.0
             p, w = [], []
             for i, x in enumerate(s):
                 row, column = (i >> 1) & 1, 8 * (i >> 2) + (i & 1)
@@ -289,43 +303,43 @@ class KeyScores:
                 if self.of_bias:
                     shown.append(shift != math.inf)  # true of NaN
                 y = x if slope is None or self.of_bias else x * slope
-                if kept is not None:
-                    keeps = kept(i)
-                    x, y = ops.select(keeps, x, x * 0.0), ops.select(keeps, y, ops.fma(y, minus_one, below_zero))
                 for condition in shown:
                     x, y = ops.select(condition, x, -0.0), ops.select(condition, y, -0.0)
                 p.append(x)
                 w.append(y)
             return p, w
 
-        arguments = (kind, shifts, self.words, self.mask_words, self.seat, I32, I32, types.UniTuple(I32, 4), F32, self._given)
+        arguments = (kind, shifts, self.fetched, self.mask_words, self.seat, I32, I32, types.UniTuple(I32, 4), F32, self._given)
         return straight_line(types.UniTuple(kind, 2), arguments, body)
 
     @property
     def splits(self) -> bool:
         """p is not w."""
-        return bool(self.options.softcap or self.options.dropout)
+        return self.options.softcap is not None
 
     def differentiate(self, masked: bool):
-        """``f(w, dp, deltas, options) -> ds``, the gradients of the products."""
+        """``f(w, dp, kept, deltas, options) -> ds``, the gradients of the products."""
         kind, options_of = fragment(self.columns), self.options
 
-        def body(ops, w, dp, deltas, options):
-            named, found = self._named(options), []
+        def body(ops, w, dp, kept, deltas, options):
+            found = []
+            if options_of.dropout:
+                factor = ops.as_integer(self._named(options)["keep_factor"])
             for i, (weight, x) in enumerate(zip(w, dp, strict=True)):
-                delta, size = deltas[2 * (i >> 2) + (i & 1)], weight
+                delta = deltas[2 * (i >> 2) + (i & 1)]
                 if options_of.dropout:
-                    size = ops.absolute(weight)
-                    x = ops.fma(x, ops.select(weight < 0.0, ops.constant("float32", 0.0), named["keep_factor"]), delta * -1.0)
+                    word = kept[i >> 1]
+                    keeps = ops.permute(word, word, 0x3232 if i & 1 else 0x1010)  # all ones or 0
+                    x = ops.fma(x, ops.as_float(keeps & factor), delta * -1.0)
                 else:
                     x = x - delta
-                ds = size * x
+                ds = weight * x
                 if masked:
                     ds = ops.select(ops.is_negative_zero(weight), ops.constant("float32", 0.0), ds)
                 found.append(ds)
             return found
 
-        return straight_line(kind, (kind, kind, types.UniTuple(F32, self.columns // 4), self._given), body)
+        return straight_line(kind, (kind, kind, self.kept, types.UniTuple(F32, self.columns // 4), self._given), body)
 
     def keep_factor(self):
         """``f(options) -> float32``: what the sum of dV is multiplied by."""
@@ -339,34 +353,3 @@ class KeyScores:
     def no_words(self):
         """``f() -> fetched`` where there is nothing to read."""
         return straight_line(self.fetched, (), lambda ops: [ops.integer(0)] * len(self.fetched))
-
-    def _drawn(self, ops, named, seat, origin, head):
-        """Straight-line random bits: of each 16 columns a word for each of the thread's two keys, and those of their second bytes.
-
-        A thread's keys are 8 apart in a half of the 32 that share words, and its queries neighbours; words are shared by neighbouring keys. So the
-        lane of a neighbouring key (4 lanes away) needs what this one does: each of the two draws for one query of two, see `_kept`.
-        """
-        keys, second_half = round_keys_of(ops, named), (seat["key"] & _SHARED_BITS) != 0
-        query, words = seat["query"] + origin + (seat["key"] & 1), []
-        for first in range(0, self.columns, _SHARED_BITS):
-            found = block(ops, query + first, seat["key"], head, seat["batch"], keys)
-            found = [ops.select(second_half, *halves) for halves in ((found[n ^ 2], found[n]) for n in range(4))]  # the thread's own two first
-            words += [*map(first_bits, found[:2]), *second_words(ops, found)[:2]]
-        return words
-
-    @staticmethod
-    def _kept(ops, named, seat, drawn):
-        """Straight-line ``f(i)``: whether dropout keeps a pair."""
-        odd, found = (seat["key"] & 1) != 0, {}
-        bytes_of = [byte_of(ops.integer(8 * upper), seat["key"]) for upper in (0, 1)]
-
-        def kept(i):
-            if i >> 3 not in found:
-                mine = drawn[4 * (i >> 3) :][:4]
-                pairs = list(zip(mine, ops.exchange(mine, 4), strict=True))
-                found[i >> 3] = [ops.select(odd, y, x) for x, y in pairs], [ops.select(odd, x, y) for x, y in pairs]
-            words = found[i >> 3][i & 1]
-            key = (i >> 1) & 1
-            return is_kept(ops, words[key], words[2 + key], bytes_of[(i >> 2) % 2], named["keep_limit"])
-
-        return kept

@@ -16,8 +16,8 @@ def weighing(of_scores: KeyScores, memory: SharedMemory, limits_of, place_anew):
     """``f(masked) -> (weights, gradients)`` of fragments of so many columns.
 
     ``place_anew(n, w, thread, columns)`` and ``limits_of(key, column, bounds)`` say where a thread stands, where blocks come from lists.
-    ``weights(s, words, mask_words, place, m, head, ring, my)`` returns P^T as dV needs it, and as the gradient of the scores does;
-    ``gradients(p, dp, place, m, ring, my)`` returns dS^T.
+    ``weights(s, words, mask_words, place, m, head, ring, my)`` returns P^T as dV needs it but for dropout, and as the gradient of the scores does;
+    ``gradients(p, dp, kept, place, m, ring, my)`` returns dS^T.
     """
     columns, with_options, values_at = of_scores.columns, bool(of_scores.options), pipeline.slot(memory.row_bytes)
     listed = of_scores.options.masked
@@ -43,9 +43,9 @@ def weighing(of_scores: KeyScores, memory: SharedMemory, limits_of, place_anew):
             return p, p
 
         @inline
-        def gradients(p, dp, place, m, ring, my):
+        def gradients(p, dp, kept, place, m, ring, my):
             if with_options:
-                return differentiate(p, dp, column_values(plus(values_at(ring.deltas, place), my.columns)), my.options)
+                return differentiate(p, dp, kept, column_values(plus(values_at(ring.deltas, place), my.columns)), my.options)
             ds = score_gradients(p, dp, plus(values_at(ring.deltas, place), my.columns))
             if masked:
                 ds = mask(ds, m, my.limits)
