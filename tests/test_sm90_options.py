@@ -208,7 +208,8 @@ class Model:
         self.options = [
             argument(x, case, self.memory) for x in config.options.arguments(self.problem, self.layouts, self.first, sm90.lists_of(problem, config))
         ]
-        of, pack = Scores(config.kv_block, config.options), config.pack
+        self.of = of = Scores(config.kv_block, config.options)
+        pack = config.pack
         self.band = Band(64, config.kv_block, pack, config.left, config.right, padded=config.options.seqlens_q is not None)
         self.of_tile, self.of_warpgroup, self.limits = self.band.of_tile(), self.band.of_warpgroup(), self.band.limits()
         self.bounds_of_entry, self.take_seat, self.finish = of.bounds_of_entry(config.right), of.take_seat(pack), of.finish(pack)
@@ -292,7 +293,13 @@ class Model:
             # What `fragment.online_softmax` does, in another order.
             scores, scale, before = self.gathered(s), self.scale_log2, m
             with np.errstate(all="ignore"):
-                m = np.fmax(m, np.fmax.reduce(scores, axis=1))
+                if config.options.falls:
+                    rows = self.of.fall_to()(seat, j, options)
+                    scores = self.gathered([x + rows[i >> 1 & 1] for i, x in enumerate(s)])
+                if config.options.bounded:
+                    before = m = np.full(64, self.of.start()(options)[0])
+                else:
+                    m = np.fmax(m, np.fmax.reduce(scores, axis=1))
                 base = np.where(m == -np.inf, np.float32(0), m)
                 shifted = (scores - base[:, None]) * scale if config.options.lowest_scores else scores * scale - (base * scale)[:, None]
                 p, a = np.exp2(shifted), np.exp2((before - base) * scale)

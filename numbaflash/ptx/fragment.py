@@ -158,21 +158,21 @@ def is_by_fma(i: int, of_eight: int) -> bool:
     return (i + 1) * of_eight // 8 > i * of_eight // 8
 
 
-def online_softmax(columns, hold, lowest=False, by_fma=0):
+def online_softmax(columns, hold, lowest=False, shifted=False):
     """One step of the online softmax: ``f(s, statistics, scale) -> (p, statistics, held)``.
 
     m is the new maximum of the two rows over the quad and what came before, ``p = exp2((s - m) * scale)``,
     ``a = exp2((m_before - m) * scale)`` is what everything before has to be multiplied by, and l becomes
     ``l * a + sum(p)`` over the thread's own elements of a row. A row that has seen only -inf is shifted by 0.
 
-    With ``lowest``, scores may be as low as float32 goes, so that only their differences can be multiplied. Of eight exponentials ``by_fma`` leave
-    the special-function unit to others.
+    With ``lowest``, scores may be as low as float32 goes, so that only their differences can be multiplied. With ``shifted``,
+    ``f(s, statistics, scale, (d0, d1))``, the scores of a row are s + d.
 
     The sums start from the old ones: ptxas then computes a first, and the rescaling of the output hides behind the
     exponentials. ``held`` are the sums after ``hold`` elements of the two rows, for `hold_back`.
     """
     count = columns // 2
-    result = types.Tuple((fragment(columns), STATISTICS, HELD))
+    arguments = (fragment(columns), STATISTICS, F32, *[types.UniTuple(F32, 2)] * shifted)
     minus_inf, zero = ir.Constant(llvm_f32, float("-inf")), ir.Constant(llvm_f32, 0.0)
 
     def generate(builder, args, llvm_result):
@@ -180,31 +180,66 @@ def online_softmax(columns, hold, lowest=False, by_fma=0):
         before, l = unpack(builder, args[1], 2), [builder.extract_value(args[1], 2 + row) for row in (0, 1)]
         m, shift, a = [], [], []
         for row in (0, 1):
-            top = _maximum(builder, [x for i, x in enumerate(scores) if _row(i) == row] + [before[row]])
+            top = _maximum(builder, [x for i, x in enumerate(scores) if _row(i) == row] + ([] if shifted else [before[row]]))
             for lanes in (1, 2):
                 top = _maximum(builder, [top, _shuffle_xor(builder, top, lanes)])
+            if shifted:
+                top = _maximum(builder, [builder.fadd(top, builder.extract_value(args[3], row)), before[row]])
             m.append(top)
         for row in (0, 1):
             base = builder.select(builder.fcmp_ordered("==", m[row], minus_inf), zero, m[row])  # -inf - -inf would be NaN
             a.append(_exp2(builder, builder.fmul(builder.fsub(before[row], base), scale)))
-            shift.append(base if lowest else _negate(builder, builder.fmul(base, scale)))
+            if shifted:
+                shift.append(builder.fmul(builder.fsub(builder.extract_value(args[3], row), base), scale))
+            else:
+                shift.append(base if lowest else _negate(builder, builder.fmul(base, scale)))
         if lowest:
-            powers = [builder.fmul(builder.fsub(s, shift[_row(i)]), scale) for i, s in enumerate(scores)]
+            p = [_exp2(builder, builder.fmul(builder.fsub(s, shift[_row(i)]), scale)) for i, s in enumerate(scores)]
         else:
-            powers = [_fma(builder, s, scale, shift[_row(i)]) for i, s in enumerate(scores)]
-        p = [(exp2_by_fma if is_by_fma(i, by_fma) else _exp2)(builder, x) for i, x in enumerate(powers)]
-        sums, held = [], []
-        for row in (0, 1):
-            values = [x for i, x in enumerate(p) if _row(i) == row]
-            partial = [_fma(builder, l[row], a[row], values[0])]
-            for x in values[1:]:
-                partial.append(builder.fadd(partial[-1], x))
-            sums.append(partial[-1])
-            held.append(partial[max(hold, 1) - 1])
-        parts = (p, [*m, *sums, *a], held)
-        return pack(builder, llvm_result, [pack(builder, kind, values) for kind, values in zip(llvm_result.elements, parts, strict=True)])
+            p = [_exp2(builder, _fma(builder, s, scale, shift[_row(i)])) for i, s in enumerate(scores)]
+        sums, held = _sums(builder, p, lambda row, first: _fma(builder, l[row], a[row], first), hold)
+        return _pack_parts(builder, llvm_result, p, [*m, *sums, *a], held)
 
-    return make_intrinsic(result, (fragment(columns), STATISTICS, F32), generate)
+    return make_intrinsic(_softmax_result(columns), arguments, generate)
+
+
+def bounded_softmax(columns, hold, by_fma=0):
+    """The same of scores of which it is known how large they can be, so that m need not be: it stays as it came, and a is 1.
+
+    Of eight exponentials ``by_fma`` leave the special-function unit to others.
+    """
+
+    def generate(builder, args, llvm_result):
+        scores, scale = unpack(builder, args[0], columns // 2), args[2]
+        m, l, a = (unpack(builder, args[1], 6)[at : at + 2] for at in (0, 2, 4))
+        shift = [_negate(builder, builder.fmul(x, scale)) for x in m]
+        powers = [_fma(builder, s, scale, shift[_row(i)]) for i, s in enumerate(scores)]
+        p = [(exp2_by_fma if is_by_fma(i, by_fma) else _exp2)(builder, x) for i, x in enumerate(powers)]
+        sums, held = _sums(builder, p, lambda row, first: builder.fadd(l[row], first), hold)
+        return _pack_parts(builder, llvm_result, p, [*m, *sums, *a], held)
+
+    return make_intrinsic(_softmax_result(columns), (fragment(columns), STATISTICS, F32), generate)
+
+
+def _softmax_result(columns):
+    return types.Tuple((fragment(columns), STATISTICS, HELD))
+
+
+def _sums(builder, p, begin, hold):
+    """New sums of the two rows, which ``begin(row, first element)`` starts from the old ones, and those of ``hold`` elements."""
+    sums, held = [], []
+    for row in (0, 1):
+        values = [x for i, x in enumerate(p) if _row(i) == row]
+        partial = [begin(row, values[0])]
+        for x in values[1:]:
+            partial.append(builder.fadd(partial[-1], x))
+        sums.append(partial[-1])
+        held.append(partial[max(hold, 1) - 1])
+    return sums, held
+
+
+def _pack_parts(builder, llvm_result, *parts):
+    return pack(builder, llvm_result, [pack(builder, kind, values) for kind, values in zip(llvm_result.elements, parts, strict=True)])
 
 
 def _start(builder, args, llvm_result):

@@ -76,6 +76,8 @@ class ForwardConfig(Warpgroups):
         The accumulator is rescaled between the issue of Q K^T and that of P V, not after the exponentials.
     negative_scale : bool
         Scores are negated, so that their maximum is the scaled maximum.
+    fma_exponentials : int
+        Of eight exponentials so many are left to FMA units, where the special-function unit has a tanh to compute beside each one.
     options : Options
         What there is beside q, k, v and the band.
     """
@@ -97,6 +99,7 @@ class ForwardConfig(Warpgroups):
     hold: int = 16
     rescale_first: bool = False
     negative_scale: bool = False
+    fma_exponentials: int = 0
     options: Options = Options()
 
     @property
@@ -229,7 +232,7 @@ def forward_config(problem: Problem, layouts: Layouts | None = None) -> ForwardC
     if problem.features:
         tiles = option_tiles(problem, tiles, Options.of(whole, layouts, 1))
     pack = 1 if problem.dropout else packed_heads(problem, tiles["q_tile"])  # random bits serve two queries of a head
-    options = Options.of(whole, layouts, pack)
+    options = Options.of(whole, layouts, pack).of_forward(problem)
     registers = ROOMY_PRODUCER if widest > 128 and d != dv else REGISTERS[tiles["q_tile"] // 64]
     if options and not _only_drops(problem, options):
         registers = MASK_REGISTERS if options.masked else OPTION_REGISTERS[tiles["q_tile"] // 64]

@@ -73,7 +73,11 @@ def build(config: ForwardConfig) -> KernelSource:
     wait_scores, wait_scores_only = wgmma.wait(0, kv_block), wgmma.wait(1, kv_block)
     wait_out, wait_out_and_p = wgmma.wait(0, dv), wgmma.wait(0, dv, kv_block)
     zero_out, rescale, normalise = fragment.zeros(dv), fragment.scale_rows(dv), fragment.normalise_rows(dv)
-    online_softmax = fragment.online_softmax(kv_block, config.hold, options_of.lowest_scores, options_of.fma_exponentials)
+    bounded, falls = config.options.bounded, config.options.falls
+    if bounded:
+        softmax = fragment.bounded_softmax(kv_block, config.hold, config.fma_exponentials)
+    else:
+        softmax = fragment.online_softmax(kv_block, config.hold, options_of.lowest_scores, falls)
     negate = fragment.negate(kv_block)
     mask_border, mask_first = fragment.mask_band(kv_block, has_left, has_right), fragment.mask_band(kv_block, has_left, True)
     p_to_16bit, out_to_16bit = fragment.to_16bit(kv_block, config.element), fragment.to_16bit(dv, config.element)
@@ -92,6 +96,7 @@ def build(config: ForwardConfig) -> KernelSource:
     fetch, fetch_first, change, drop = of_scores.fetch(False), of_scores.fetch(True), of_scores.change(), of_scores.drop()
     if drops:
         draw, hold_back_drawn = of_scores.draw(), fragment.hold_back_words(len(of_scores.drawn))
+    start_at_base, fall_to = of_scores.start() if bounded else None, of_scores.fall_to() if falls else None
     no_words = straight_line(of_scores.words, (), lambda ops: [ops.integer(0)] * len(of_scores.words))
     if listed:
         list_at, hide, no_mask_words = of_scores.list_at(), of_scores.hide(pack), of_scores.no_mask_words()
@@ -162,7 +167,7 @@ def build(config: ForwardConfig) -> KernelSource:
             if pingpong:
                 warp.barrier_sync(my.turn, 256)
             s = scores(my.q, k_operand(ring.k, place))
-            if rescale_first:
+            if rescale_first and not bounded:
                 acc = rescale(acc, statistics)
             pipeline.wait(ring.v_full, v_place)
             acc = add_values(acc, p16, v_operand(ring.v, v_place))
@@ -187,12 +192,15 @@ def build(config: ForwardConfig) -> KernelSource:
                 row, batch, head, bounds = my.spot
                 s = mask_first(s, j, limits_anew(row, my.lane, bounds))
                 s = hide(s, mask_words, row, my.lane, j, batch, head, bounds[0], bounds[1], my.options)
-            p, statistics, sums = online_softmax(s, statistics, my.scale_log2)
+            if falls:
+                p, statistics, sums = softmax(s, statistics, my.scale_log2, fall_to(my.seat, j, my.options))
+            else:
+                p, statistics, sums = softmax(s, statistics, my.scale_log2)
             if held:
                 hold_back(my.scratch, sums)
             acc, p = wait_out_and_p(acc, p)
             pipeline.release(ring.v_empty, v_place, my.lane)
-            if not rescale_first:
+            if not rescale_first and not bounded:
                 acc = rescale(acc, statistics)
             p16 = p_to_16bit(p)
             if drops:
@@ -417,7 +425,7 @@ def build(config: ForwardConfig) -> KernelSource:
                     batch, head, _ = heads_of(column, heads, group)
                     spot = (row_of(q_block, my_row), batch, head, bounds)
                 my = Consumer(q_operand(s_q, q_place), limits, lane, my_turn, next_turn, scratch, scale_log2, seat, options, spot)
-                statistics = start_statistics()
+                statistics = start_at_base(options) if bounded else start_statistics()
                 acc = zero_out()
                 if listed:
                     at = list_at(q_block, batch, head, options)
@@ -456,7 +464,10 @@ def build(config: ForwardConfig) -> KernelSource:
                             s = hide(s, mask_words, spot[0], lane, j, batch, head, bounds[0], bounds[1], options)
                     else:
                         s = mask_first(s, j, limits)
-                    p, statistics, _ = online_softmax(s, statistics, scale_log2)
+                    if falls:
+                        p, statistics, _ = softmax(s, statistics, scale_log2, fall_to(seat, j, options))
+                    else:
+                        p, statistics, _ = softmax(s, statistics, scale_log2)
                     p16 = p_to_16bit(p)
                     if drops:
                         p16 = drop(p16, drawn, options)
@@ -485,7 +496,7 @@ def build(config: ForwardConfig) -> KernelSource:
                     # The last P V. Q is free.
                     if not out_in_q:
                         pipeline.release(q_empty, q_place, lane)
-                    if rescale_first:
+                    if rescale_first and not bounded:
                         acc = rescale(acc, statistics)
                     pipeline.wait(v_seen, place)
                     acc = wait_out(add_values(acc, p16, v_operand(s_v, place)))

@@ -38,6 +38,11 @@ _AXES = {
 _LOW_CAP = 64.0
 """Up to this softcap tanh is the special-function unit's: its error, 2**-11 of a score, is as small as 16 bits have it; see `scores.tanh`."""
 
+_BOUNDED_CAP = 55.0
+"""Up to this softcap bfloat16 has a range for P from the least score to the largest, 2 * cap * log2(e) binary orders."""
+_LARGEST_POWER = 45.0
+"""Then P is at most 2 to this power, which leaves as much to V, and from `_BOUNDED_CAP` at least 2**-114."""
+
 _LEAST_SCALE = 2.0**-40
 """From this scale on ALiBi's slopes are divided by it."""
 
@@ -104,6 +109,10 @@ class Options:
     ranked : bool
         Tiles take turns by the ranks of `numbaflash.kernels.blocks.lists`.
     alibi, sinks, dropout : bool
+    bounded : bool
+        No score is above a unit, and exponentials of all that there are fit into P: rows need no maximum. For the forward.
+    falls : bool
+        No query sees a key behind it, so that what ALiBi adds falls from column to column. For the forward.
     seqlens_q, seqlens_k : str or None
         Their dtypes.
     per_entry : bool
@@ -123,6 +132,8 @@ class Options:
     alibi: bool = False
     sinks: bool = False
     dropout: bool = False
+    bounded: bool = False
+    falls: bool = False
     seqlens_q: str | None = None
     seqlens_k: str | None = None
     per_entry: bool = False
@@ -170,10 +181,11 @@ class Options:
         """What remains for the gradients' products: they know of sinks by the LSE."""
         return replace(self, sinks=False)
 
-    @property
-    def fma_exponentials(self) -> int:
-        """Of eight exponentials so many are left to FMA units: the special-function unit has a tanh to compute beside each one."""
-        return 4 if self.softcap == "low" else 0
+    def of_forward(self, problem: Problem) -> Options:
+        """With what the forward knows of the scores of a problem."""
+        bounded = self.unit == "cap" and problem.dtype == "bfloat16" and problem.softcap <= _BOUNDED_CAP
+        falls = self.alibi and self.unit == "scale" and problem.right is not None and problem.right <= 0
+        return replace(self, bounded=bounded, falls=falls)
 
     @property
     def of_rows(self) -> Options:
@@ -238,6 +250,8 @@ class Options:
             found += [("cap", "float32")] if self.unit == "one" else []
         elif self.unit == "one":
             found.append(("scale", "float32"))
+        if self.bounded:
+            found.append(("base", "float32"))
         if self.alibi and self.unit == "scale":
             found.append(("inverse_scale", "float32"))
         present = (self.mask, self.bias, self.alibi, self.sinks, self.seqlens_q, self.seqlens_k, self.cu_seqlens_q, self.cu_seqlens_k)
@@ -268,6 +282,7 @@ class Options:
         if self.softcap:
             cap, slope = problem.softcap, problem.scale / problem.softcap
             values |= {"cap": cap, "cap_slope": _float32(slope), "cap_exponent": _float32(2 * math.log2(math.e) * slope)}
+            values["base"] = max(0.0, 1 - _LARGEST_POWER / (math.log2(math.e) * cap))
         if self.dropout:
             from ..dropout import WEYL, keep_limit  # which imports numba.cuda
 

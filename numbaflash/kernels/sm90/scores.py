@@ -205,12 +205,33 @@ class Scores:
             scores = []
             for i, x in enumerate(s):
                 row, column = (i >> 1) & 1, 8 * (i >> 2) + (i & 1)
+                if options_of.falls:  # the rest of it is the row's: `fall_to`
+                    scores.append(ops.fma(seat[f"fall{row}"], ops.constant("float32", -float(column)), x) if column else x)
+                    continue
                 fall = (ops.absolute(places[row] - float(column)), seat[f"fall{row}"]) if options_of.alibi else None
                 bias = self._bias(ops, words, i) if options_of.bias else None
                 scores.append(changed(ops, options_of, named, x, fall, bias)[0])
             return scores
 
         return straight_line(kind, (kind, self.words, self.seat, I32, self._given), body)
+
+    def fall_to(self):
+        """``f(seat, block, options) -> (d0, d1)``: what ALiBi adds at the thread's first column of a block, where scores fall from there."""
+
+        def body(ops, seat, number, options):
+            seat = dict(zip(self._seat(), seat, strict=True))
+            return [seat[f"fall{r}"] * ops.real("float32", seat[f"place{r}"] - number * self.columns) for r in (0, 1)]
+
+        return straight_line(types.UniTuple(F32, 2), (self.seat, I32, self._given), body)
+
+    def start(self):
+        """``f(options) -> statistics`` of rows that have seen nothing, where scores are bounded."""
+
+        def body(ops, options):
+            base, zero, one = self._named(options)["base"], *(ops.constant("float32", x) for x in (0.0, 1.0))
+            return [base, base, zero, zero, one, one]
+
+        return straight_line(STATISTICS, (self._given,), body)
 
     def _bias(self, ops, words, i):
         access = self.options.bias

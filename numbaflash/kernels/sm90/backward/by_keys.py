@@ -75,7 +75,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     options_of, cleans, may_hide_keys = config.options, config.cleans_queries, config.may_hide_keys
     with_options, drops, crowded = bool(options_of), options_of.dropout, config.crowded
     draws_ahead = config.draws_ahead
-    of_scores = KeyScores(q_block, q_block, options_of, config.left)
+    of_scores = KeyScores(q_block, q_block, options_of, config.left, fma_exponentials=config.fma_exponentials)
     take_seat, fetch, no_words, keep_factor = of_scores.take_seat(), of_scores.fetch(), of_scores.no_words(), of_scores.keep_factor()
     fetch_mask, no_mask_words = of_scores.fetch_mask() if options_of.masked else None, of_scores.no_mask_words()
     fetches, splits = of_scores.fetches, of_scores.splits

@@ -89,6 +89,11 @@ class BackwardConfig(Warpgroups):
         return self.options.reads and (self.options.dropout or self.options.terms > 2)
 
     @property
+    def fma_exponentials(self) -> int:
+        """Of eight exponentials so many are left to FMA units: where products are short, a tanh beside each keeps the special-function unit busy."""
+        return 2 if self.options.softcap == "low" and self.padded_head_dim <= 64 else 0
+
+    @property
     def draws_ahead(self) -> bool:
         """Random bits of dropout are drawn a block ahead, while products are under way: with scores about there are no registers for it."""
         return self.options.dropout and not self.options.reads and not self.columns_apart

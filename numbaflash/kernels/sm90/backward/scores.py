@@ -34,13 +34,15 @@ _SHARED_BITS = 16
 @dataclass(frozen=True, slots=True)
 class KeyScores:
     """Fragments of so many ``columns``, blocks of ``q_block`` queries, and the options and bounds of the band that are built in. ``of_bias`` is for
-    the gradient of the bias: that of the scores, not of the products, and of no pair of a query whose shift is +inf."""
+    the gradient of the bias: that of the scores, not of the products, and of no pair of a query whose shift is +inf. Of eight exponentials
+    ``fma_exponentials`` are left to FMA units."""
 
     columns: int
     q_block: int
     options: Options
     left: bool
     of_bias: bool = False
+    fma_exponentials: int = 0
 
     def _named(self, values):
         return {name: x for (name, _), x in zip(self.options.parameters(), values, strict=True)}
@@ -293,7 +295,7 @@ class KeyScores:
                     bias = self._bias(ops, of_arrays["bias"], i) if options_of.bias else None
                     x, slope = changed(ops, options_of, named, x, fall, bias)
                 x = (x - shift) * scale_log2 if options_of.lowest_scores else ops.fma(x, scale_log2, shift * -1.0)
-                x = ops.exp2_by_fma(x) if is_by_fma(i, options_of.fma_exponentials) else ops.exp2(x)
+                x = ops.exp2_by_fma(x) if is_by_fma(i, self.fma_exponentials) else ops.exp2(x)
                 shown = []
                 if masked:
                     shown.append(limits[row] <= column)
