@@ -166,7 +166,7 @@ def online_softmax(columns, hold, lowest=False, shifted=False):
     ``l * a + sum(p)`` over the thread's own elements of a row. A row that has seen only -inf is shifted by 0.
 
     With ``lowest``, scores may be as low as float32 goes, so that only their differences can be multiplied. With ``shifted``,
-    ``f(s, statistics, scale, (d0, d1))``, the scores of a row are s + d.
+    ``f(s, statistics, scale, (d0, d1))``, the scores of the thread's rows are s + d; each thread has a d of its own.
 
     The sums start from the old ones: ptxas then computes a first, and the rescaling of the output hides behind the
     exponentials. ``held`` are the sums after ``hold`` elements of the two rows, for `hold_back`.
@@ -180,11 +180,12 @@ def online_softmax(columns, hold, lowest=False, shifted=False):
         before, l = unpack(builder, args[1], 2), [builder.extract_value(args[1], 2 + row) for row in (0, 1)]
         m, shift, a = [], [], []
         for row in (0, 1):
-            top = _maximum(builder, [x for i, x in enumerate(scores) if _row(i) == row] + ([] if shifted else [before[row]]))
+            values = [x for i, x in enumerate(scores) if _row(i) == row]
+            if shifted:
+                values = [builder.fadd(_maximum(builder, values), builder.extract_value(args[3], row))]
+            top = _maximum(builder, [*values, before[row]])
             for lanes in (1, 2):
                 top = _maximum(builder, [top, _shuffle_xor(builder, top, lanes)])
-            if shifted:
-                top = _maximum(builder, [builder.fadd(top, builder.extract_value(args[3], row)), before[row]])
             m.append(top)
         for row in (0, 1):
             base = builder.select(builder.fcmp_ordered("==", m[row], minus_inf), zero, m[row])  # -inf - -inf would be NaN
