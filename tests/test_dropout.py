@@ -48,14 +48,14 @@ def round_keys(seed):
 def test_known_answers(counter, key, want):
     k0, k1 = words(key)
     assert [int(x) for x in reference.philox(words(counter), k0 | k1 << 32)] == words(want)
-    got = simulated(dropout.philox, [signed(x) for x in words(counter)], round_keys([signed(k0), signed(k1)]))
+    (got,) = simulated(dropout.philox, [[signed(x) for x in words(counter)]], round_keys([signed(k0), signed(k1)]))
     assert [int(x.view(np.uint32)) for x in got] == words(want)
 
 
 @given(st.lists(WORD, min_size=4, max_size=4), st.integers(0, 2**64 - 1))
 def test_one_philox(counter, seed):
     """The body of the kernels, in the simulator, is the vectorised function of the reference."""
-    got = simulated(dropout.philox, [signed(x) for x in counter], round_keys(dropout.seed_words(seed)))
+    (got,) = simulated(dropout.philox, [[signed(x) for x in counter]], round_keys(dropout.seed_words(seed)))
     assert [int(x.view(np.uint32)) for x in got] == [int(x) for x in reference.philox(counter, seed)]
 
 

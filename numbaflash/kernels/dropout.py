@@ -60,25 +60,31 @@ def float64_product(ops, x, multiplier, beside):
     return ops.wide_multiple(x, multiplier, beside)
 
 
-def philox(ops, counter, keys, product=integer_product):
-    """Straight-line body: four random words of a counter of four int32 and the keys of the rounds.
+def philox(ops, counters, keys, product=integer_product):
+    """Straight-line body: four random words of each counter of four int32, from the keys of the rounds.
 
-    ``product`` gives the two words of a product, and what it wants to be given beside a number that is made of the upper one.
+    The counters go through each round together: in one alone every step waits for the one before. ``product`` gives the two words of a product, and
+    what it wants to be given beside a number that is made of the upper one.
     """
-    a, b, c, d = counter
-    beside_a = beside_c = None
+    states = [[*counter, None, None] for counter in counters]
     for k0, k1 in keys:
-        low0, high0, beside0 = product(ops, a, MULTIPLIERS[0], beside_a)
-        low1, high1, beside1 = product(ops, c, MULTIPLIERS[1], beside_c)
-        a, b, c, d = high1 ^ b ^ k0, low1, high0 ^ d ^ k1, low0
-        beside_a, beside_c = beside1, beside0
-    return [a, b, c, d]
+        products = [(product(ops, a, MULTIPLIERS[0], x), product(ops, c, MULTIPLIERS[1], y)) for a, _, c, _, x, y in states]
+        states = [
+            [high1 ^ b ^ k0, low1, high0 ^ d ^ k1, low0, beside1, beside0]
+            for (_, b, _, d, _, _), ((low0, high0, beside0), (low1, high1, beside1)) in zip(states, products, strict=True)
+        ]
+    return [state[:4] for state in states]
 
 
-def block(ops, query, key, head, batch, keys, product=integer_product):
+def counter(query, key, head, batch):
+    """Straight-line counter of the 16 pairs to which a query and a key belong."""
+    return [((key >> 5) << 2) | ((key >> 1) & 3), ((query >> 4) << 3) | (query & 7), head, batch]
+
+
+def block(ops, query, key, head, batch, keys):
     """Straight-line body: the words of the 16 pairs to which a query and a key belong."""
-    columns, rows = ((key >> 5) << 2) | ((key >> 1) & 3), ((query >> 4) << 3) | (query & 7)
-    return philox(ops, [columns, rows, head, batch], keys, product)
+    (words,) = philox(ops, [counter(query, key, head, batch)], keys)
+    return words
 
 
 def second_words(ops, words):

@@ -25,7 +25,7 @@ from ...ptx.inline import make_intrinsic
 from ...ptx.straight import straight_line
 from ..bands import BOUNDS
 from ..blocks.layout import BITS, FULL, LIST_START, PARTIAL
-from ..dropout import OF_NEIGHBOURS, block, first_bits, float64_product, kept_of_two, round_keys, second_words
+from ..dropout import OF_NEIGHBOURS, counter, first_bits, float64_product, kept_of_two, philox, round_keys, second_words
 from .options import KEYS_OF_A_DRAW, ROUND_KEYS, Access, Options
 
 I32, I64, F32 = types.int32, types.int64, types.float32
@@ -277,11 +277,10 @@ class Scores:
         """``f(seat, block, options) -> drawn``, which can be while the products are. Rows start at multiples of 16, blocks at multiples of 32."""
 
         def body(ops, seat, number, options):
-            named, seat, words = self._named(options), dict(zip(self._seat(), seat, strict=True)), []
-            keys, key = round_keys_of(ops, named), seat["key"] + number * self.columns
-            for first in range(0, self.columns, KEYS_OF_A_DRAW):
-                words += block(ops, seat["query"], key + first, seat["head"], seat["batch"], keys, float64_product)
-            return words
+            named, seat = self._named(options), dict(zip(self._seat(), seat, strict=True))
+            key, firsts = seat["key"] + number * self.columns, range(0, self.columns, KEYS_OF_A_DRAW)
+            counters = [counter(seat["query"], key + first, seat["head"], seat["batch"]) for first in firsts]
+            return [word for words in philox(ops, counters, round_keys_of(ops, named), float64_product) for word in words]
 
         return straight_line(self.drawn, (self.seat, I32, self._given), body)
 

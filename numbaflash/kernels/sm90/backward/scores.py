@@ -22,7 +22,7 @@ from ....ptx.inline import make_intrinsic
 from ....ptx.straight import straight_line
 from ...bands import BOUNDS
 from ...blocks.layout import BITS, FULL, PARTIAL
-from ...dropout import OF_EIGHT_APART, block, first_bits, kept_of_two, second_words
+from ...dropout import OF_EIGHT_APART, counter, first_bits, kept_of_two, philox, second_words
 from ..options import Access, Options
 from ..scores import block_offset, block_word, changed, element, has_bit, in_units, is_shown, option_types, round_keys_of
 
@@ -165,8 +165,8 @@ class KeyScores:
             second_half, query, found = (seat["key"] & _SHARED_BITS) != 0, seat["query"] + number * self.q_block + odd, []
             own, others = OF_EIGHT_APART + odd * 0x1111, OF_EIGHT_APART + 0x1111 - odd * 0x1111
             interleave = [ops.select(odd != 0, ops.integer(a), b) for a, b in ((0x1054, 0x5410), (0x3276, 0x7632))]
-            for first in range(0, self.columns, _SHARED_BITS):
-                words = block(ops, query + first, seat["key"], head, seat["batch"], keys)
+            counters = [counter(query + first, seat["key"], head, seat["batch"]) for first in range(0, self.columns, _SHARED_BITS)]
+            for words in philox(ops, counters, keys):
                 words = [ops.select(second_half, *halves) for halves in ((words[n ^ 2], words[n]) for n in range(4))]  # the thread's two first
                 bits, seconds = [first_bits(word) for word in words[:2]], second_words(ops, words)[:2]
                 mine, told = ([kept_of_two(ops, *of, which, limit) for of in zip(bits, seconds, strict=True)] for which in (own, others))
