@@ -10,7 +10,6 @@ variable: it becomes a run-time switch and ends the wgmma pipeline.
 from __future__ import annotations
 
 import math
-from functools import reduce
 
 from llvmlite import ir
 from numba.cuda import types
@@ -279,16 +278,6 @@ hold_back = make_intrinsic(
 It is a store that happens only for a negative value, which a sum of exponentials never is; ptxas cannot know. Without
 it ptxas hoists the wait for P V above the exponentials, which then no longer overlap with that product.
 """
-
-
-def hold_back_words(count):
-    """``f(scratch, words)``: likewise, behind that of so many int32. The store happens where they have a certain parity, and nobody reads it."""
-
-    def generate(builder, args, _):
-        parity = reduce(builder.xor, unpack(builder, args[1], count))
-        emit(builder, ir.VoidType(), [args[0], parity], "{.reg .pred p; setp.eq.b32 p, $1, 1; @p st.shared.b32 [$0], $1;}", "r,r,~{memory}")
-
-    return make_intrinsic(VOID, (U32, types.UniTuple(I32, count)), generate)
 
 
 def scale(columns):

@@ -78,6 +78,8 @@ class ForwardConfig(Warpgroups):
         Scores are negated, so that their maximum is the scaled maximum.
     fma_exponentials : int
         Of eight exponentials so many are left to FMA units, where the special-function unit has a tanh to compute beside each one.
+    draws_behind : bool
+        Random bits of dropout are drawn behind the issue of Q K^T, which keeps the turn that much longer, not before the turn.
     options : Options
         What there is beside q, k, v and the band.
     """
@@ -100,6 +102,7 @@ class ForwardConfig(Warpgroups):
     rescale_first: bool = False
     negative_scale: bool = False
     fma_exponentials: int = 0
+    draws_behind: bool = False
     options: Options = Options()
 
     @property
@@ -245,6 +248,8 @@ def forward_config(problem: Problem, layouts: Layouts | None = None) -> ForwardC
         registers=registers,
         pack=pack,
         negative_scale=problem.scale < 0 and options.unit == "scale",
+        fma_exponentials=2 if options.bounded and widest <= 64 else 0,
+        draws_behind=options.dropout and widest > 64,
         options=options,
         **tiles,
     )

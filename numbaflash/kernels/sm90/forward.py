@@ -94,8 +94,7 @@ def build(config: ForwardConfig) -> KernelSource:
     of_scores = Scores(kv_block, options_of)
     bounds_of_entry, take_seat, finish = of_scores.bounds_of_entry(has_right), of_scores.take_seat(pack), of_scores.finish(pack)
     fetch, fetch_first, change, drop = of_scores.fetch(False), of_scores.fetch(True), of_scores.change(), of_scores.drop()
-    if drops:
-        draw, hold_back_drawn = of_scores.draw(), fragment.hold_back_words(len(of_scores.drawn))
+    draw, draws_behind = of_scores.draw() if drops else None, config.draws_behind
     start_at_base, fall_to = of_scores.start() if bounded else None, of_scores.fall_to() if falls else None
     no_words = straight_line(of_scores.words, (), lambda ops: [ops.integer(0)] * len(of_scores.words))
     if listed:
@@ -160,13 +159,14 @@ def build(config: ForwardConfig) -> KernelSource:
             """S of block j, while P V of the block before it is added to the accumulator. ``partial`` is that of its entry, where there are lists."""
             v_place = place
             place = advance(place)
-            if drops:  # while another warpgroup has its turn, and before the scores take registers
+            if drops and not draws_behind:  # while another warpgroup has its turn, and before the scores take registers
                 drawn = draw(my.seat, j, my.options)
-                hold_back_drawn(my.scratch, drawn)
             pipeline.wait(ring.k_full, place)
             if pingpong:
                 warp.barrier_sync(my.turn, 256)
             s = scores(my.q, k_operand(ring.k, place))
+            if drops and draws_behind:
+                drawn = draw(my.seat, j, my.options)
             if rescale_first and not bounded:
                 acc = rescale(acc, statistics)
             pipeline.wait(ring.v_full, v_place)

@@ -14,7 +14,7 @@ from collections import namedtuple
 from numba import cuda
 from numba.cuda.types import UniTuple, int32
 
-from ....ptx import fragment, mbarrier, pipeline, shared, tma, warp, wgmma
+from ....ptx import fragment, mbarrier, pipeline, tma, warp, wgmma
 from ....ptx.index import minus, plus, zero
 from ....ptx.straight import straight_line
 from ...bands import KeyBand
@@ -80,7 +80,6 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     fetch_mask, no_mask_words = of_scores.fetch_mask() if options_of.masked else None, of_scores.no_mask_words()
     fetches, splits = of_scores.fetches, of_scores.splits
     draw, no_kept, drop = of_scores.draw() if drops else None, of_scores.no_kept(), of_scores.drop(config.element)
-    hold_back_kept, scratch = fragment.hold_back_words(len(of_scores.kept)), shared.addresses(memory.scratch)
     scale_dv = fragment.scale(dv_columns)
     clean = unseen.queries(config, memory) if cleans else None
     clean_keys, seen_rows = unseen.keys(config, memory) if options_of.hides else (None, None)
@@ -218,7 +217,6 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
             if draws_ahead:  # of the next block, while the products are
                 next_m, next_member = next_of_walk(m, member, my.group, my.onward)
                 carried = draw(my.seat, next_m, plus(my.first_head, next_member), my.options)
-                hold_back_kept(scratch()[0], carried)
             if with_dv:
                 dv = wait_dv(dv)
             pipeline.release(ring.dout_empty, place, my.lane)

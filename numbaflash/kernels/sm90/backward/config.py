@@ -190,8 +190,7 @@ class SharedMemory:
     """Where things lie in a block's shared memory: offsets and sizes in bytes.
 
     K and V once, Q and dO and the shift and delta of their rows and dS (with P before it where the consumers share keys) by stage, dQ by
-    consumer; its ticket, and words that nobody reads. Matrices are rows of panels of 64 columns, of which only those that hold columns of the
-    operand are loaded.
+    consumer; its ticket. Matrices are rows of panels of 64 columns, of which only those that hold columns of the operand are loaded.
     """
 
     loaded_qk_panels: int
@@ -213,7 +212,6 @@ class SharedMemory:
     deltas: int
     barriers: int
     ticket: int
-    scratch: int
     total: int
 
     @classmethod
@@ -240,7 +238,7 @@ class SharedMemory:
         return cls(
             loaded_qk, loaded_v, q_panel, kv_panel, q_bytes, dout_bytes, ds_bytes, part_bytes, row_bytes,
             k=0, v=v, q=q, dout=dout, ds=ds, dq=dq, shifts=shifts, deltas=deltas, barriers=barriers,
-            ticket=ticket, scratch=ticket + 4, total=ticket + 16 + ALIGNMENT,
+            ticket=ticket, total=ticket + 16 + ALIGNMENT,
         )  # fmt: skip
 
 
