@@ -1,6 +1,6 @@
 """What each option costs beside the plain kernel, and beside the peers that have it: ``python -m bench.options``.
 
-Every scenario is timed in one run, libraries in turn (`bench.timing`). Results are compared with float64 on the last rows of the first and last head
+Every scenario is timed in one run, libraries in turn (`bench.timing`), our plain kernel on the same cell among them. Results are compared with float64 on the last rows of the first and last head
 before they are timed, but for dropout, whose masks differ from library to library.
 """
 
@@ -23,6 +23,7 @@ from .progress import Progress
 PROGRAM, BENCH = "bench.options", "options"
 DIRECTIONS = ("forward", "backward")
 PEERS = ("cudnn", "efficient", "fa2", "fa4", "flex")
+PLAIN = f"{OURS}-plain"
 WINDOW, CAP, DROPPED, DOCUMENTS = 1024, 30.0, 0.1, 8
 BLOCK, PREFIX, NEAR, GLOBAL = 256, 1024, 256, 64
 SAMPLED_ROWS = 64
@@ -284,6 +285,9 @@ class Run:
             if reason:
                 note(f"{name}, {direction}: {library} left out: {reason}")
                 self.record(name, cell, direction, library, {"ms": None, "tflops": None, "skipped": reason})
+        if options and "window" not in options and OURS in calls:
+            _, calls[PLAIN] = calls_of(OURS, self.peers, Scenario(cell), {}, arrays, direction)
+            calls[PLAIN]()
         flops = cell.flops if direction == "forward" else backward_flops(cell.problem)
         for library, times in timing.measure(self.device, calls, rounds=self.options.rounds, target_ms=self.options.target).items():
             numbers = times.summary()
@@ -297,14 +301,13 @@ class Run:
 def table(found) -> str:
     """Milliseconds of each scenario, the plain kernel's time over ours, and the best peer's over ours."""
     lines = [f"{'option':28}{'direction':10}{'numbaflash ms':>14}{'of plain':>10}{'best peer':>22}{'ratio':>8}"]
-    ours = {(r["option"], r["direction"]): r for r in found if r["library"] == OURS}
+    ours, plain = ({(r["option"], r["direction"]): r for r in found if r["library"] == name} for name in (OURS, PLAIN))
     for (option, direction), record in ours.items():
         if record["ms"] is None:
             lines.append(f"{option:28}{direction:10}{'-':>14}  {record['skipped']}")
             continue
-        plain = ours.get(("plain" if record["causal"] else "full plain", direction))
-        share = f"{plain['ms'] / record['ms']:.2f}" if plain and plain["ms"] and plain["seqlen_q"] == record["seqlen_q"] else "-"
-        theirs = [r for r in found if (r["option"], r["direction"]) == (option, direction) and r["library"] != OURS and r["ms"]]
+        share = f"{plain[option, direction]['ms'] / record['ms']:.2f}" if (option, direction) in plain else "-"
+        theirs = [r for r in found if (r["option"], r["direction"]) == (option, direction) and r["library"] not in (OURS, PLAIN) and r["ms"]]
         best = min(theirs, key=lambda r: r["ms"], default=None)
         told, ratio = (f"{best['library']} {best['ms']:.3f}", f"{best['ms'] / record['ms']:.2f}") if best else ("-", "-")
         lines.append(f"{option:28}{direction:10}{record['ms']:>14.3f}{share:>10}{told:>22}{ratio:>8}")
