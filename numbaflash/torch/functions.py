@@ -202,9 +202,9 @@ def _attend(q, k, v, options, more, return_lse, deterministic):
 
 
 def _draw_seed():
-    """A new seed from torch's generator of the CPU: a tensor where torch.compile traces, which must not read its value."""
-    seed = torch.randint(0, 2**63 - 1, ())
-    return seed if torch.compiler.is_dynamo_compiling() else int(seed)
+    """A new seed from torch's generator of the CPU, whatever the default device: a tensor where torch records, which must not read it."""
+    seed = torch.randint(0, 2**63 - 1, (), device="cpu")
+    return seed if recorded() else int(seed)
 
 
 def _check_constant(tensors):
