@@ -77,7 +77,8 @@ def forward(
         True where a query may see a key, and causal, window and lengths let it. Up to 4 axes, any strides; never copied or expanded. Blocks of
         nothing but False are skipped; a `BlockMask` knows them beforehand, and needs no array of this size.
     bias : array, broadcast likewise, optional
-        float16, bfloat16 or float32 (or float64 for q of float64); added to the scores. -inf hides a key, as a mask does.
+        float16, bfloat16 or float32 (or float64 for q of float64); added to the scores. -inf is a weight of 0; unlike
+        a mask it does not keep NaN in the key out. A row of nothing but numbers as low as finfo.min has no right gradients: its LSE has no room.
     alibi_slopes : array of float32, (heads,) or (batch, heads), optional
         ``-slope * abs(i + offset - j)`` is added to the score of query i and key j, where ``i + offset`` is the place that ``causal`` aligns to
         (Press et al., "Train Short, Test Long", 2022).

@@ -171,6 +171,7 @@ CASES = {
     "many short ones": PackedCase((1, 2, 0, 0, 1, 3, 1, 1, 0), (2, 1, 3, 0, 1, 2, 2, 1, 1), causal=True),
     "expected lengths": PackedCase(causal=True, max_seqlens=(10, 12)),
     "longer than expected": PackedCase(causal=True, max_seqlens=(1, 0), deterministic=True),
+    "none expected": PackedCase(causal=True, max_seqlens=(0, 0)),
     "float64": PackedCase(dtype="float64", causal=True, head_dim=7, head_dim_v=9),
     "float16": PackedCase(dtype="float16", after=(2, 2)),
     "strides": PackedCase(steps=(2, -1)),

@@ -364,7 +364,7 @@ def test_the_table_of_options_is_what_the_families_answer(direction):
     from numbaflash.problem import FEATURES, PACKED_FEATURE, make_packed_problem, make_problem
 
     given = {"softcap": 9.0, "mask": ((256, 256), "bool"), "bias": ((256,), "float16"), "alibi_slopes": ((4,), "float32"), "dropout": 0.5}
-    given |= {"sinks": ((4,), "float32"), "seqlens_q": ((1,), "int32"), "seqlens_k": ((1,), "int64")}
+    given |= {"block_mask": ((1, 1, 16), "int32"), "sinks": ((4,), "float32"), "seqlens_q": ((1,), "int32"), "seqlens_k": ((1,), "int64")}
     shape = (1, 256, 4, 64)
     for feature, cells in support.features().items():
         if feature == PACKED_FEATURE:

@@ -764,7 +764,7 @@ def test_cases_with_options(case):
     memory, again = case.memory(), case.memory()
     assert set(memory) == set(case.present) and all((memory[name].bits == again[name].bits).all() for name in memory)
     for name, each in memory.items():
-        assert each.shape == case.shape_of(name) and each.dtype == case.problem.dtype_of(name)
+        assert each.shape == case.shape_of(name) and each.dtype == ("bool" if name == "mask" else case.problem.dtype_of(name))
         assert each.outside()[: testing.cases.GUARD].all()
     options = case.given_options(memory)
     queries, keys = taking_part(case.problem, **options)

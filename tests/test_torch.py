@@ -267,6 +267,31 @@ def test_forward_mode_is_refused():
         assert attention(q, k, v).shape == (2, 9, 4, 24)
 
 
+@pytest.mark.parametrize("name", ["bias", "sinks", "alibi_slopes", "mask"])
+def test_options_that_are_transformed_are_refused_likewise(name):
+    arrays = made(requires_grad=False)
+    option = torch.zeros(13) if name == "bias" else torch.ones(13, dtype=torch.bool) if name == "mask" else torch.zeros(4)
+    transform = torch.vmap if name == "mask" else torch.func.grad
+    with pytest.raises(TypeError, match=rf"{name} is traced by torch\.func .* cannot be transformed by it\. Use autograd"):
+        transform(lambda x: attention(*arrays, **{name: x}).sum())(option[None] if name == "mask" else option)
+    if name != "mask":
+        for given in (arrays, made()):
+            with torch.autograd.forward_ad.dual_level():
+                dual = torch.autograd.forward_ad.make_dual(option, option)
+                with pytest.raises(UnsupportedError, match=rf"{name} carries a tangent"):
+                    attention(*given, **{name: dual})
+
+
+def test_gradients_that_torch_has_not_negated_yet():
+    arrays = made()
+    results = attention(*arrays, return_lse=True)
+    lazy = [torch.complex(x, x).conj().imag for x in map(torch.randn_like, results)]
+    assert all(x.is_neg() for x in lazy)
+    found = torch.autograd.grad(results, arrays, lazy, retain_graph=True)
+    for one, other in zip(found, torch.autograd.grad(results, arrays, [x.resolve_neg() for x in lazy]), strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize(
     ("error", "message", "change"),
     [

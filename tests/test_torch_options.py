@@ -113,6 +113,53 @@ def test_the_backward_drops_what_the_forward_dropped():
     )
 
 
+@pytest.mark.parametrize("road", ["eager", "recorded", "compiled"])
+@pytest.mark.parametrize("seed", [None, 7])
+def test_seeds_are_of_the_cpu_whatever_the_default_device(road, seed):
+    """Not of a GPU, for which the host would wait; "meta" stands for one, and has no values at all."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    arrays = made()
+
+    def run(*x):
+        return attention(*x, dropout=0.3, seed=seed)
+
+    if road == "recorded":
+        arrays = [x.detach() for x in arrays]
+        with torch.device("meta"):
+            run = make_fx(run)(*arrays)
+    elif road == "compiled":
+        torch._dynamo.reset()
+        run = torch.compile(run, backend="aot_eager", fullgraph=True)
+    torch.manual_seed(2)
+    with torch.device("meta"):
+        out = run(*arrays)
+    torch.manual_seed(2)
+    assert torch.equal(out, attention(*arrays, dropout=0.3, seed=seed))
+
+
+@pytest.mark.parametrize("road", ["make_fx", "export", "jit.trace", "fake"])
+def test_traces_draw_their_seeds_when_they_run(road):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return attention(q, k, v, dropout=0.3)
+
+    arrays = tuple(x.detach() for x in made())
+    if road == "fake":
+        with FakeTensorMode() as mode:
+            assert Model()(*map(mode.from_tensor, arrays)).shape == arrays[0].shape
+        return
+    run = {
+        "make_fx": lambda: make_fx(Model())(*arrays),
+        "export": lambda: torch.export.export(Model(), arrays).module(),
+        "jit.trace": lambda: torch.jit.trace(Model(), arrays, check_trace=False),
+    }[road]()
+    assert not torch.equal(run(*arrays), run(*arrays)), "a new mask in each call"
+
+
 @pytest.mark.parametrize("kind", ["bool", "float", "dropout"])
 def test_sdpa(kind):
     q, k, v = (x.detach().transpose(1, 2).requires_grad_() for x in made())

@@ -15,7 +15,7 @@ from ..problem import DIFFERENTIABLE_OPTIONS, DTYPES, LENGTH_DTYPES, MAX_HEAD_DI
 from .cases import BackwardCase, Case, Placement
 from .values import BIASES, HIDDEN, LENGTHS, MASKS, RECIPES
 
-FEATURES = ("mask", "bias", "alibi_slopes", "softcap", "sinks", "dropout", "seqlens_q", "seqlens_k")
+FEATURES = ("mask", "block_mask", "bias", "alibi_slopes", "softcap", "sinks", "dropout", "seqlens_q", "seqlens_k")
 """Options that `problems` draws when it is asked to, by the names of the arguments."""
 
 EDGES = (15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 175, 176, 177, 191, 192, 193, 255, 256, 257)
@@ -161,7 +161,10 @@ def _features(draw, case, names):
     full = (case.batch, case.heads, case.seqlen_q, case.seqlen_k)
     for name in names:
         if name == "mask":
-            fields |= {"mask_shape": _broadcast_shape(draw, full), "mask_values": draw(st.sampled_from(MASKS)), "as_blocks": draw(st.booleans())}
+            fields |= {"mask_shape": _broadcast_shape(draw, full), "mask_values": draw(st.sampled_from(MASKS))}
+        elif name == "block_mask":
+            kind = {"as_blocks": "mask" not in names or draw(st.booleans())}  # a problem has one mask
+            fields |= {"mask_shape": _broadcast_shape(draw, full), "mask_values": draw(st.sampled_from(MASKS))} | kind
         elif name == "bias":
             kinds = (None, *(DTYPES if case.dtype == "float64" else DTYPES[:3]))
             fields |= {

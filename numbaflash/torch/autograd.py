@@ -73,6 +73,7 @@ def gradients_of(dout, dlse, q, k, v, out, lse, *more):
     refuse_batches(dout, dlse)
     # Without a gradient of the result, zeros that take no memory.
     dout = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape) if dout is None else dout.resolve_neg()
+    dlse = None if dlse is None else dlse.resolve_neg()
     given = dict(zip(names, tensors, strict=True))
     with use_family(family or forced_family()):
         gradients = backward_of(given)(dout, q, k, v, out, lse, dlse=dlse, needs=needs, **options, **given)

@@ -186,7 +186,7 @@ def _attend(q, k, v, options, more, return_lse, deterministic):
         dtype = torch.get_autocast_dtype(device)
         q, k, v = (_autocast(x, dtype) for x in (q, k, v))
     if not torch.compiler.is_dynamo_compiling():
-        _refuse_transformations(q, k, v)
+        _refuse_transformations({"q": q, "k": k, "v": v} | more)
     if "seed" in options:
         _check_constant(more)
         if options["seed"] is None and options["dropout"]:
@@ -202,9 +202,9 @@ def _attend(q, k, v, options, more, return_lse, deterministic):
 
 
 def _draw_seed():
-    """A new seed from torch's generator of the CPU: a tensor where torch.compile traces, which must not read its value."""
-    seed = torch.randint(0, 2**63 - 1, ())
-    return seed if torch.compiler.is_dynamo_compiling() else int(seed)
+    """A new seed from torch's generator of the CPU, whatever the default device: a tensor where torch records, which must not read it."""
+    seed = torch.randint(0, 2**63 - 1, (), device="cpu")
+    return seed if recorded() else int(seed)
 
 
 def _check_constant(tensors):
@@ -220,15 +220,18 @@ def _autocast(x, dtype):
     return x.to(dtype) if x.is_floating_point() and x.dtype is not torch.float64 else x
 
 
-def _refuse_transformations(q, k, v):
-    if torch._C._are_functorch_transforms_active():
-        for name, x in zip(NEEDS, (q, k, v), strict=True):
-            if torch._C._functorch.is_functorch_wrapped_tensor(x) or (torch.is_grad_enabled() and x.requires_grad):
-                raise TypeError(
-                    f"{name} is traced by torch.func (vmap, grad, jvp, ...), and numbaflash.attention cannot be transformed by it. "
-                    "Use autograd (torch.autograd.grad, backward()), and the batch axis in place of vmap"
-                )
-    if getattr(forward_ad, "_current_level", -1) >= 0:
-        for name, x in zip(NEEDS, (q, k, v), strict=True):
-            if forward_ad.unpack_dual(x).tangent is not None:
-                raise UnsupportedError(f"{name} carries a tangent: numbaflash.attention has no forward-mode derivative (jvp); use backward()")
+def _refuse_transformations(arrays):
+    """torch.func and forward-mode differentiation, of any of the tensors."""
+    transformed, level = torch._C._are_functorch_transforms_active(), getattr(forward_ad, "_current_level", -1)
+    if not transformed and level < 0:
+        return
+    for name, x in arrays.items():
+        if not isinstance(x, torch.Tensor):
+            continue
+        if transformed and (torch._C._functorch.is_functorch_wrapped_tensor(x) or (torch.is_grad_enabled() and x.requires_grad)):
+            raise TypeError(
+                f"{name} is traced by torch.func (vmap, grad, jvp, ...), and numbaflash.attention cannot be transformed by it. "
+                "Use autograd (torch.autograd.grad, backward()), and the batch axis in place of vmap"
+            )
+        if level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+            raise UnsupportedError(f"{name} carries a tangent: numbaflash.attention has no forward-mode derivative (jvp); use backward()")

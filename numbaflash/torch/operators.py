@@ -58,7 +58,7 @@ def _plain_options(*, scale, causal, window, deterministic, softcap=None, dropou
     left, right = check_window(window)
     if not isinstance(seed, torch.Tensor):
         seed = check_seed(seed, check_dropout(dropout))
-        seed = torch.tensor(seed - 2**64 if seed >= 2**63 else seed) if dropout else None
+        seed = torch.tensor(seed - 2**64 if seed >= 2**63 else seed, device="cpu") if dropout else None
     numbers = scale, 2 if causal == "top_left" else int(causal), left, right, deterministic
     further = [check_softcap(softcap), float(check_dropout(dropout)) if dropout else 0, seed, *[tensors.get(name) for name in _TENSOR_OPTIONS]]
     for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
