@@ -80,6 +80,7 @@ def test_a_problem_of_sequences():
     assert (problem.lse_shape, problem.out_shape) == ((4, 12), (12, 4, 6))
     assert problem.features == ("packed sequences",) and problem.options == ("cu_seqlens_q", "cu_seqlens_k")
     assert (problem_of(max_seqlen_q=7, max_seqlen_k=99).seqlen_q, problem_of(max_seqlen_k=99).seqlen_k) == (7, 11)
+    assert (problem_of(max_seqlen_q=0, max_seqlen_k=0).seqlen_q, problem_of(q=(0, 4, 8), max_seqlen_q=0).seqlen_q) == (1, 0), "rows are of a sequence"
     assert problem_of(q=(0, 4, 8)).is_empty and problem_of(n=0).sees_nothing and not problem_of(n=0).is_empty
     plain = problem_of(window=(11, 12))
     assert plain.left is None and plain.right is None and not plain.offset_per_entry, "bounds that exclude nothing cost nothing"

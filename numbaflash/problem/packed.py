@@ -65,7 +65,7 @@ def make_packed_problem(
     check_sizes(2, head_dim, head_dim_v, 0, total_q, total_k)
     batch = _check_boundaries(cu_seqlens_q, cu_seqlens_k)
     seqlen_q, seqlen_k = (
-        -(-total // max(batch, 1)) if given is None else min(check_max_seqlen(name, given), total)
+        -(-total // max(batch, 1)) if given is None else min(max(check_max_seqlen(name, given), 1), total)
         for name, given, total in (("max_seqlen_q", max_seqlen_q, total_q), ("max_seqlen_k", max_seqlen_k, total_k))
     )
     alibi = None if alibi_slopes is None else check_slopes(alibi_slopes, batch, heads)
