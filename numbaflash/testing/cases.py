@@ -179,6 +179,9 @@ class Packed:
     def __post_init__(self):
         if min((*self.lengths_q, *self.lengths_k, *self.before, *self.after), default=0) < 0:
             raise ValueError(f"lengths and rows must not be negative; got {self!r}")
+        for dtype in self.dtypes:
+            if dtype not in LENGTH_DTYPES:
+                raise ValueError(f"dtypes must be of {', '.join(LENGTH_DTYPES)}; got {dtype!r}")
         if len(self.numbers[0]) != len(self.numbers[1]):
             raise ValueError(f"there must be as many sequences of queries as of keys; got {self!r}")
 
