@@ -944,9 +944,8 @@ def test_packed_cases(case):
     memory = case.memory()
     if case.packed is None or case.values == "nan":
         return
-    assert (
-        case.problem.packed and case.problem.batch == case.packed.batch and case.work == case.packed.batch * case.heads * np.prod(case.packed.longest)
-    )
+    assert case.problem.packed and case.problem.batch == case.packed.batch
+    assert case.work == case.packed.batch * case.heads * np.prod(case.packed.longest)
     for name, numbers in zip(("cu_seqlens_q", "cu_seqlens_k"), case.packed.numbers, strict=True):
         assert memory[name].view().view(case.problem.dtype_of(name)).tolist() == list(numbers)
     queries, keys = taking_part(case.problem, **case.given_options(memory))
@@ -962,7 +961,7 @@ def test_what_takes_part_in_packed_sequences():
     queries, keys = taking_part(case.problem, **case.given_options(case.memory()))
     assert queries[:, 0].nonzero()[0].tolist() == [*range(2, 22), *range(22, 67)], "the last sequence has no key"
     assert keys[:, 0].nonzero()[0].tolist() == [*range(20), *range(40, 70)], "20 queries see 20 keys"
-    beside = packed_case(Case, packed=Packed((4, 2), (4, 2), boundaries=((0, 5, 3), (0, 4, 6))))
+    beside = packed_case(Case, alibi_shape=None, packed=Packed((4, 2), (4, 2), boundaries=((0, 5, 3), (0, 4, 6))))
     assert beside.packed.longest == (0, 4) and not taking_part(beside.problem, **beside.given_options(beside.memory()))[0].any()
 
 
