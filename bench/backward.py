@@ -24,7 +24,7 @@ def parse(arguments=None) -> argparse.Namespace:
 
 
 def main(arguments=None) -> int:
-    return grids.main(PROGRAM, Backward, parse(arguments))
+    return grids.main(PROGRAM, [Backward], parse(arguments))
 
 
 if __name__ == "__main__":

@@ -2,19 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections import Counter
+from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from math import prod
 
-from numbaflash.problem import ITEMSIZE, Problem, make_problem
+from numbaflash.problem import ITEMSIZE, Problem, make_packed_problem, make_problem
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 WIDTH = 2048  # heads * head_dim of the "mha" cells
 GQA = (32, 8)
 
 
+class AnyCell:
+    """What follows from the dtype, the heads, the head dim, the mask and the problem of a cell."""
+
+    __slots__ = ()
+
+    @property
+    def config(self) -> tuple:
+        """What a compiled kernel usually depends on: everything but the batch and the length."""
+        return self.dtype, self.head_dim, self.causal, self.heads, self.kv_heads
+
+    def bytes_of(self, *operands) -> int:
+        """Bytes of operands, named as in `numbaflash.dispatch.BACKWARD_OPERANDS`."""
+        p = self.problem
+        return sum(ITEMSIZE[p.dtype_of(name)] * prod(p.shape_of(name)) for name in operands)
+
+    def fields(self) -> dict:
+        """The cell as the fields of a record."""
+        return problem_fields(self.problem, self.causal)
+
+    def __str__(self) -> str:
+        name = next((short for short, long in DTYPES.items() if long == self.dtype), self.dtype)
+        mask = "causal" if self.causal else "full"
+        return f"{name} D{self.head_dim} {mask} {self.heads}/{self.kv_heads} heads {self.size}"
+
+
 @dataclass(frozen=True, slots=True)
-class Cell:
+class Cell(AnyCell):
     """One attention problem with equal query and key lengths and head_dim_v = head_dim."""
 
     dtype: str
@@ -31,32 +58,80 @@ class Cell:
         return make_problem(q, kv, kv, (self.dtype,) * 3, causal=self.causal)
 
     @property
-    def config(self) -> tuple:
-        """What a compiled kernel usually depends on: everything but the batch and the length."""
-        return self.dtype, self.head_dim, self.causal, self.heads, self.kv_heads
+    def size(self) -> str:
+        return f"{self.batch}x{self.seqlen}"
+
+    @property
+    def structure(self) -> bool:
+        """What the operands do not show: the mask."""
+        return self.causal
+
+    def count(self, of_problem) -> int:
+        """Floating-point operations that a function counts for a problem."""
+        return of_problem(self.problem)
 
     @property
     def flops(self) -> int:
         """Floating-point operations of the forward pass."""
-        return forward_flops(self.problem)
+        return self.count(forward_flops)
 
     @property
     def input_bytes(self) -> int:
         return self.bytes_of("q", "k", "v")
 
-    def bytes_of(self, *operands) -> int:
-        """Bytes of operands, named as in `numbaflash.dispatch.BACKWARD_OPERANDS`."""
-        p = self.problem
-        return sum(ITEMSIZE[p.dtype_of(name)] * prod(p.shape_of(name)) for name in operands)
+
+@dataclass(frozen=True, slots=True)
+class PackedCell(AnyCell):
+    """Sequences of several lengths that lie one after the other, as many keys as queries in each; ``name`` says what kind of lengths they are."""
+
+    dtype: str
+    name: str
+    lengths: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """Where each sequence begins, and where the last one ends."""
+        return tuple(accumulate(self.lengths, initial=0))
+
+    @property
+    def problem(self) -> Problem:
+        q, kv = (self.tokens, self.heads, self.head_dim), (self.tokens, self.kv_heads, self.head_dim)
+        ends = ((len(self.lengths) + 1,), "int32")
+        bounds = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), ends) | dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), self.longest)
+        return make_packed_problem(q, kv, kv, (self.dtype,) * 3, causal=self.causal, **bounds)
+
+    @property
+    def size(self) -> str:
+        return f"{self.name} {self.tokens}"
+
+    def batch_of(self, batch: int, seqlen: int) -> Cell:
+        """A batch of equal sequences with the heads, the head dim and the mask of the cell."""
+        return Cell(self.dtype, batch, seqlen, self.heads, self.kv_heads, self.head_dim, self.causal)
+
+    @property
+    def structure(self) -> PackedCell:
+        """What the operands do not show: the mask and the lengths."""
+        return self
+
+    def count(self, of_problem) -> int:
+        """Floating-point operations that a function counts for a problem, over all sequences, each by itself."""
+        return sum(count * of_problem(self.batch_of(1, length).problem) for length, count in Counter(self.lengths).items())
 
     def fields(self) -> dict:
-        """The cell as the fields of a record."""
-        return problem_fields(self.problem, self.causal)
-
-    def __str__(self) -> str:
-        name = next((short for short, long in DTYPES.items() if long == self.dtype), self.dtype)
-        mask = "causal" if self.causal else "full"
-        return f"{name} D{self.head_dim} {mask} {self.heads}/{self.kv_heads} heads {self.batch}x{self.seqlen}"
+        """The cell as the fields of a record; ``seqlen_q`` and ``seqlen_k`` are those of the longest sequence."""
+        return AnyCell.fields(self) | {"lengths": self.name, "tokens": self.tokens}
 
 
 @cache
@@ -104,15 +179,7 @@ def grid(*, dtypes, dims, seqlens, causal, heads, tokens) -> list[Cell]:
     ]
 
 
-def to_json(cells) -> list[dict]:
-    return [asdict(cell) for cell in cells]
-
-
-def from_json(items) -> list[Cell]:
-    return [Cell(**item) for item in items]
-
-
-def inputs(cell: Cell, generator=None, operands=("q", "k", "v"), device="cuda"):
+def inputs(cell: AnyCell, generator=None, operands=("q", "k", "v"), device="cuda"):
     """Random operands of a cell as torch tensors on the current CUDA device, or another."""
     import torch
 

@@ -20,7 +20,7 @@ def parse(arguments=None) -> argparse.Namespace:
 
 
 def main(arguments=None) -> int:
-    return grids.main(PROGRAM, Forward, parse(arguments))
+    return grids.main(PROGRAM, [Forward], parse(arguments))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 from . import evidence, gpu, plots, prebuild, records, table, timing
 from .cells import DTYPES, grid, heads_of
 from .peers import OWN, find, one_line
+from .prebuild import Task
 from .progress import Progress, colour_wanted
 
 FULL = {"dims": "64,128,256", "seqlens": "512,1024,2048,4096,8192,16384", "dtypes": "bf16,fp16", "causal": "full,causal", "heads": "mha,gqa"}
@@ -46,13 +47,17 @@ def parser(program, what, description, full) -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=16384, help="batch * seqlen (%(default)s)")
     parser.add_argument("--libraries", default=",".join(what.libraries), help="(%(default)s)")
     parser.add_argument("--quick", action="store_true", help="fewer cells and rounds; other options override")
-    budget = f"seconds for the whole grid, compilation included ({full['budget']:.0f}); no cell is dropped when it is over"
-    parser.add_argument("--budget", type=float, help=budget)
+    add_run_options(parser, full, "no cell is dropped when it is over")
+    return parser
+
+
+def add_run_options(parser, full, over) -> None:
+    """Options of every run; ``over`` says what happens to cells when the budget is over."""
+    parser.add_argument("--budget", type=float, help=f"seconds for the whole grid, compilation included ({full['budget']:.0f}); {over}")
     parser.add_argument("--rounds", type=int, help=f"measurements of each library in a cell ({full['rounds']})")
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs (%(default)s)")
     parser.add_argument("--out", type=Path, help=f"folder of the results ({records.RESULTS.relative_to(Path(__file__).parents[1])})")
     parser.add_argument("--commit", help="commit to write in the records where this is no git checkout")
-    return parser
 
 
 def parse(parser, what, full, quick, arguments=None) -> argparse.Namespace:
@@ -62,18 +67,16 @@ def parse(parser, what, full, quick, arguments=None) -> argparse.Namespace:
         if getattr(options, name) is None:
             setattr(options, name, value)
     try:
-        dims, seqlens = _integers("dims", options.dims, 256), _integers("seqlens", options.seqlens, options.tokens)
+        dims, seqlens = integers("dims", options.dims, 256), integers("seqlens", options.seqlens, options.tokens)
         dtypes = [DTYPES[name] for name in choices("dtypes", options.dtypes, DTYPES)]
         masks = [MASKS[name] for name in choices("causal", options.causal, MASKS)]
-        kinds = _words("heads", options.heads)
+        kinds = words("heads", options.heads)
         for kind in kinds:
             heads_of(kind, 64)
         if options.pair and len(dtypes) != len(kinds):
             raise ValueError(f"--pair needs as many --dtypes as --heads; got {len(dtypes)} and {len(kinds)}")
         options.libraries = choices("libraries", options.libraries, what.known)
-        for name in ("budget", "rounds"):
-            if not getattr(options, name) > 0:
-                raise ValueError(f"--{name} must be above 0; got {getattr(options, name)}")
+        check_run_options(options)
     except ValueError as error:
         parser.error(str(error))
     groups = [([dtype], [kind]) for dtype, kind in zip(dtypes, kinds, strict=True)] if options.pair else [(dtypes, kinds)]
@@ -83,25 +86,34 @@ def parse(parser, what, full, quick, arguments=None) -> argparse.Namespace:
     return options
 
 
-def _words(name, text) -> list[str]:
-    words = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-    if not words:
+def check_run_options(options) -> None:
+    """ValueError where one of `add_run_options` has no sense."""
+    for name in ("budget", "rounds"):
+        if not getattr(options, name) > 0:
+            raise ValueError(f"--{name} must be above 0; got {getattr(options, name)}")
+
+
+def words(name, text) -> list[str]:
+    """What an option lists, each once; a ValueError where that is nothing."""
+    found = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    if not found:
         raise ValueError(f"--{name} must name at least one; got {text!r}")
-    return words
+    return found
 
 
 def choices(name, text, allowed) -> list[str]:
     """The words of an option, each one of those that are allowed; else a ValueError that says so."""
-    words = _words(name, text)
-    for word in words:
+    found = words(name, text)
+    for word in found:
         if word not in allowed:
             raise ValueError(f"--{name} takes {', '.join(allowed)}; got {word!r}")
-    return words
+    return found
 
 
-def _integers(name, text, most) -> list[int]:
+def integers(name, text, most) -> list[int]:
+    """The same of whole numbers from 1 to the largest allowed one."""
     numbers = []
-    for word in _words(name, text):
+    for word in words(name, text):
         if not word.isdecimal() or not 1 <= int(word) <= most:
             raise ValueError(f"--{name} takes whole numbers from 1 to {most}; got {word!r}")
         numbers.append(int(word))
@@ -127,51 +139,71 @@ class Run:
 
     def __init__(self, what, options, libraries, common, device, built=()):
         self.what, self.options, self.libraries, self.common, self.device = what, options, libraries, common, device
-        self.told = {(report["library"], report["cell"]): report["evidence"] for report in built if "evidence" in report}
+        self.told = {(r["library"], r["cell"]): r["evidence"] for r in built if "evidence" in r and r["what"] == what.__name__}
         self.records = []
+
+    @staticmethod
+    def tasks(what, cells, libraries) -> list[Task]:
+        """What is to be built before cells are measured."""
+        return [Task(what, cell, tuple(libraries)) for cell in cells]
 
     def cell(self, cell, target_ms, note) -> tuple[int, float]:
         """Check and time every library on a cell; returns how many were timed, and the seconds that took."""
+        admitted = self.admit(cell, note)
+        start = time.monotonic()
+        calls = {name: call for name, (call, _) in admitted.items()}
+        for name, times in timing.measure(self.device, calls, rounds=self.options.rounds, target_ms=target_ms).items():
+            self.timed(cell, name, times, admitted[name][1], note)
+        return len(calls), time.monotonic() - start
+
+    def admit(self, cell, note) -> dict:
+        """(function that calls the library on the next input set, facts for the record) of each library whose results are right."""
         try:
             count = timing.input_sets(cell.bytes_of(*self.what.operands), self.device.l2_bytes)
             sets = [self.device.inputs(cell, self.what.operands) for _ in range(count)]
             sample = self.what.sample(cell, *sets[0])
         except Exception as error:  # out of memory, most likely: the other cells are still measured
             self._still_alive(error)
-            for name in self.libraries:
-                self._skip(cell, name, one_line(error), note)
-            return 0, 0.0
-        calls, facts = {}, {}
+            self.skip(cell, one_line(error), note)
+            return {}
+        admitted = {}
         for name, library in self.libraries.items():
             try:
                 reason = library.unfit(cell, self.device.free_bytes(), self.what.direction)
                 if reason is None:
-                    call, facts[name], reason = self._admit(library, sets, cell, sample)
+                    call, facts, reason = self._admit(library, sets, cell, sample)
                 if reason is None:
-                    calls[name] = call
+                    admitted[name] = call, facts
             except Exception as error:  # whatever a library raises, the others are still measured
                 reason = one_line(error)
                 self._still_alive(error)
             if reason is not None:
                 self._skip(cell, name, reason, note)
-        del sample
-        start = time.monotonic()
-        for name, times in timing.measure(self.device, calls, rounds=self.options.rounds, target_ms=target_ms).items():
-            numbers = times.summary()
-            if times.host_bound:
-                note(f"{cell}: {name} waits for the device in each call; its times hold host time too")
-            self._record(cell, name, {**numbers, "tflops": self.what.flops(cell) / numbers["ms"] / 1e9, "input_sets": len(sets), **facts[name]})
-        return len(calls), time.monotonic() - start
+        return admitted
+
+    def timed(self, cell, name, times, facts, note) -> dict:
+        """Keep the times of a library as a record, and return it."""
+        numbers = times.summary()
+        if times.host_bound:
+            note(f"{cell}: {name} waits for the device in each call; its times hold host time too")
+        return self._record(cell, name, {**numbers, "tflops": self.what.flops(cell) / numbers["ms"] / 1e9, **facts})
+
+    def skip(self, cell, reason, note) -> None:
+        """Record of every library why it was not measured on a cell."""
+        for name in self.libraries:
+            self._record(cell, name, {"ms": None, "tflops": None, "skipped": reason})
+        note(f"{cell}: left out: {reason}")
 
     def _admit(self, library, sets, cell, sample):
         """(function that calls the library on the next input set, facts for the record, None), or (None, {}, what is wrong)."""
         with library.scope():
-            bound = [self.what.bind(library, arrays, cell.causal) for arrays in sets]
-            error, complaint = sample.judge(bound[0]())
+            bound = [self.what.bind(library, arrays, cell) for arrays in sets]
+            error, complaint = sample.judge(library.rows(bound[0](), cell.structure))
             if complaint:
                 return None, {}, complaint
             told = self.told.get((library.name, str(cell)))
-            facts = {"error_per_tolerance": error, **(prebuild.evidence(self.what, library, sets[0], cell.causal) if told is None else told)}
+            told = prebuild.evidence(self.what, library, sets[0], cell) if told is None else told
+            facts = {"input_sets": len(sets), "error_per_tolerance": error, **told}
         turn = itertools.cycle(bound)
 
         def call():
@@ -195,11 +227,12 @@ class Run:
         library = self.libraries[name]
         base = {"bench": self.what.bench, "direction": self.what.direction, **cell.fields(), "library": name, "version": library.version}
         self.records.append(records.check({**base, **more, "method": timing.METHOD, **self.common}))
+        return self.records[-1]
 
     def add_kernel_names(self):
         """Write into each record with a time which kernels the library launched there."""
         timed = [r for r in self.records if r["ms"] is not None]
-        cells = {tuple(cell.fields().values()): cell for cell in self.options.cells}
+        cells = {tuple(cell.fields()[name] for name in records.CELL): cell for cell in self.options.cells}
 
         def calls():
             arrays, last = None, None
@@ -216,75 +249,12 @@ class Run:
     def _one_call(self, name, arrays, cell):
         library = self.libraries[name]
         with library.scope():
-            yield self.what.bind(library, arrays, cell.causal)
+            yield self.what.bind(library, arrays, cell)
 
 
-def main(program, what, options, more=None) -> int:
-    """Measure the grid of some options; returns the exit code.
-
-    Parameters
-    ----------
-    program : str
-        Name of the module that is run.
-    what : class of bench.passes
-    options : argparse.Namespace
-        From `parse`.
-    more : callable, optional
-        Takes the `Run` and a function that prints a line; measures something else and returns its records.
-    """
-    reason = gpu.missing()
-    if reason:
-        return gpu.refuse(program, reason)
-    import torch
-
-    start = time.monotonic()
-    libraries, missing = find(options.libraries)
-    for name, why in missing.items():
-        print(f"{name} is not measured: {why}", flush=True)
-    if not libraries:
-        return gpu.refuse(program, "none of the libraries can be imported")
-    common = {**records.gpu_fields(), **records.run_fields(options.commit)}
-    path = records.result_path(common["gpu"], what.bench, options.out)
-    print(f"{common['gpu']}, driver {common['driver']}, torch {common['torch']}; {what.direction}, {len(options.cells)} cells", flush=True)
-    progress = Progress(len(options.cells), what.direction)
-    try:
-        with torch.set_grad_enabled(what.autograd):
-            built = prebuild.prebuild(options.cells, libraries, progress.note, what=what)
-            run = Run(what, options, libraries, common, gpu.Gpu(options.seed), built)
-            if options.cells:
-                measure(run, path, options.budget - (time.monotonic() - start), progress)
-            if more:
-                run.records += more(run, progress.note)
-                records.write(path, run.records)
-    except KeyboardInterrupt:
-        print(f"interrupted; what was measured is in {path}", file=sys.stderr)
-        return 130
-    finally:
-        progress.close()
-    return report(run, path, time.monotonic() - start)
-
-
-def measure(run, path, seconds, progress):
-    """Measure every cell within so many seconds and save the records, again after each cell."""
-    options, libraries = run.options, len(run.libraries)
-    budget = timing.Budget(seconds, len(options.cells), options.rounds, reserve=min(RESERVE_S, options.budget / 5))
-    for cell in options.cells:
-        target, before = budget.target_ms(libraries), time.monotonic()
-        measured, spent = run.cell(cell, target, progress.note)
-        budget.cell_done(measured, target, spent, time.monotonic() - before)
-        records.write(path, run.records)
-        progress.step(str(cell))
-    if budget.overrun > 0:
-        progress.note(f"the budget was too short by {budget.overrun:.0f} s; measurements were as short as they may be")
-    try:
-        run.add_kernel_names()
-    except Exception as error:  # the times stand without the names
-        progress.note(f"kernel names were not recorded: {one_line(error)}")
-    records.write(path, run.records)
-
-
-def report(run, path, seconds) -> int:
+def report(runs, path, seconds) -> int:
     """Table, plots and the places of the files; exit code 1 when numbaflash failed or was wrong in a cell."""
+    (run,) = runs
     print(table.tables(run.records, colour=colour_wanted()))
     try:
         drawn = plots.plot(run.records, path)
@@ -292,9 +262,98 @@ def report(run, path, seconds) -> int:
         drawn = []
         print("no plot: matplotlib is not installed")
     print(f"\n{seconds:.0f} s; {', '.join(str(p) for p in [path, *drawn])}")
-    failed = [r for r in run.records if r["library"] in OWN and r.get("skipped")]
+    return verdict(run.records)
+
+
+def verdict(found) -> int:
+    """Exit code: 1, with a line that says so, when numbaflash failed or was wrong in a cell."""
+    failed = [r for r in found if r["library"] in OWN and r.get("skipped")]
     if failed:
         first = table.name_of(tuple(failed[0][name] for name in records.CELL))
         print(f"{failed[0]['library']} has no time in {len(failed)} cells, first: {first}: {failed[0]['skipped']}", file=sys.stderr)
         return 1
     return 0
+
+
+def main(program, passes, options, *, more=None, make=Run, report=report, drop=False) -> int:
+    """Measure the grid of some options; returns the exit code.
+
+    Parameters
+    ----------
+    program : str
+        Name of the module that is run.
+    passes : list of class of bench.passes
+        What is measured on each cell, in this order. Libraries and the name of the results are those of the first.
+    options : argparse.Namespace
+        From `parse`.
+    more : callable, optional
+        Takes the `Run` of the first pass and a function that prints a line; measures something else and returns its records.
+    make : class, optional
+        `Run`, or one derived from it.
+    report : callable, optional
+        Prints what there is to show, and returns the exit code, of the runs, the path of the results and the seconds that all took.
+    drop : bool
+        Leave cells out when the budget is over, instead of measuring them shortly.
+    """
+    reason = gpu.missing()
+    if reason:
+        return gpu.refuse(program, reason)
+    import torch
+
+    start = time.monotonic()
+    libraries, missing = find(options.libraries, passes[0].classes)
+    for name, why in missing.items():
+        print(f"{name} is not measured: {why}", flush=True)
+    if not libraries:
+        return gpu.refuse(program, "none of the libraries can be imported")
+    common = {**records.gpu_fields(), **records.run_fields(options.commit)}
+    path = records.result_path(common["gpu"], passes[0].bench, options.out)
+    directions = " and ".join(what.direction for what in passes)
+    print(f"{common['gpu']}, driver {common['driver']}, torch {common['torch']}; {directions}, {len(options.cells)} cells", flush=True)
+    progress = Progress(len(options.cells) * len(passes), directions)
+    try:
+        with torch.set_grad_enabled(any(what.autograd for what in passes)):
+            tasks = [task for what in passes for task in make.tasks(what, options.cells, libraries)]
+            built = prebuild.prebuild(tasks, progress.note, **({"timeout": options.budget / 2} if drop else {}))
+            device = gpu.Gpu(options.seed)
+            runs = [make(what, options, libraries, common, device, built) for what in passes]
+            if options.cells:
+                measure(runs, path, options.budget - (time.monotonic() - start), progress, drop)
+            if more:
+                runs[0].records += more(runs[0], progress.note)
+                records.write(path, runs[0].records)
+    except KeyboardInterrupt:
+        print(f"interrupted; what was measured is in {path}", file=sys.stderr)
+        return 130
+    finally:
+        progress.close()
+    return report(runs, path, time.monotonic() - start)
+
+
+def measure(runs, path, seconds, progress, drop=False):
+    """Measure every cell within so many seconds, in each run, and save the records, again after each cell."""
+    options, libraries = runs[0].options, len(runs[0].libraries)
+    reserve = min(RESERVE_S, options.budget / 5)
+    budget = timing.Budget(seconds, len(options.cells) * len(runs), options.rounds, reserve=reserve)
+    for cell, run in itertools.product(options.cells, runs):
+        if drop and budget.overrun > 0:
+            run.skip(cell, "the budget was over", progress.note)
+        else:
+            target, before = budget.target_ms(libraries), time.monotonic()
+            measured, spent = run.cell(cell, target, progress.note)
+            budget.cell_done(measured, target, spent, time.monotonic() - before)
+        save(runs, path)
+        progress.step(f"{cell}, {run.what.direction}" if len(runs) > 1 else str(cell))
+    if budget.overrun > 0:
+        consequence = "cells were left out" if drop else "measurements were as short as they may be"
+        progress.note(f"the budget was too short by {budget.overrun:.0f} s; {consequence}")
+    for run in runs:
+        try:
+            run.add_kernel_names()
+        except Exception as error:  # the times stand without the names
+            progress.note(f"kernel names were not recorded: {one_line(error)}")
+    save(runs, path)
+
+
+def save(runs, path):
+    records.write(path, [record for run in runs for record in run.records])

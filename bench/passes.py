@@ -1,21 +1,42 @@
-"""What one call of a benchmark computes: attention, its gradients, or both through torch's autograd."""
+"""What one call of a benchmark computes: attention, its gradients, or both through torch's autograd; of batches, or of packed sequences."""
 
 from __future__ import annotations
 
-from .accuracy import GradientSample, Sample
-from .cells import backward_flops, forward_flops
+from . import packed
+from .accuracy import GradientSample, PackedGradientSample, PackedSample, Sample
+from .cells import Cell, PackedCell, backward_flops, forward_flops
 from .peers import LIBRARIES, NAMES, OURS, OURS_DETERMINISTIC
 
 
-class Forward:
+class Batches:
+    """Of cells that are batches."""
+
+    kind = Cell
+    classes = LIBRARIES
+
+
+class Packed:
+    """Of packed sequences."""
+
+    kind = PackedCell
+    bench = "varlen"
+    classes = packed.LIBRARIES
+    libraries = known = packed.NAMES
+
+
+class Forward(Batches):
     """Attention alone.
 
     Attributes
     ----------
     bench, direction : str
         As records name them.
+    kind : class of bench.cells
+        Of the cells.
     operands : tuple of str
         Inputs of a call.
+    classes : dict of str to class of bench.peers
+        The libraries by name.
     libraries, known : tuple of str
         What is measured if nothing else is asked for, and what can be.
     sample : class of bench.accuracy
@@ -32,20 +53,20 @@ class Forward:
 
     @staticmethod
     def flops(cell) -> int:
-        return forward_flops(cell.problem)
+        return cell.count(forward_flops)
 
     @staticmethod
-    def bind(library, arrays, causal):
+    def bind(library, arrays, cell):
         """A function without arguments that computes the results from the operands."""
-        return library.bind(*arrays, causal)
+        return library.bind(*arrays, cell.structure)
 
     @staticmethod
-    def evidence(library, arrays, causal) -> dict:
+    def evidence(library, arrays, cell) -> dict:
         """Fields of a record that say which kernels were chosen."""
-        return library.evidence(*arrays, causal)
+        return library.evidence(*arrays, cell.structure)
 
 
-class Backward:
+class Backward(Batches):
     """The gradients alone: the forward has run before, out and its log-sum-exp are there."""
 
     bench = direction = "backward"
@@ -56,18 +77,18 @@ class Backward:
 
     @staticmethod
     def flops(cell) -> int:
-        return backward_flops(cell.problem)
+        return cell.count(backward_flops)
 
     @staticmethod
-    def bind(library, arrays, causal):
-        return library.bind_backward(*arrays, causal)
+    def bind(library, arrays, cell):
+        return library.bind_backward(*arrays, cell.structure)
 
     @staticmethod
-    def evidence(library, arrays, causal) -> dict:
-        return library.evidence(*arrays[1:], causal, direction="backward")
+    def evidence(library, arrays, cell) -> dict:
+        return library.evidence(*arrays[1:], cell.structure, direction="backward")
 
 
-class Training:
+class Training(Batches):
     """Forward and gradients, as a training step runs them through autograd."""
 
     bench, direction = "training", "forward+backward"
@@ -78,16 +99,28 @@ class Training:
 
     @staticmethod
     def flops(cell) -> int:
-        return forward_flops(cell.problem) + backward_flops(cell.problem)
+        return cell.count(forward_flops) + cell.count(backward_flops)
 
     @staticmethod
-    def bind(library, arrays, causal):
-        return library.bind_training(*arrays, causal)
+    def bind(library, arrays, cell):
+        return library.bind_training(*arrays, cell.structure)
 
     @staticmethod
-    def evidence(library, arrays, causal) -> dict:
-        plans = {part: library.evidence(*arrays[1:], causal, direction=part) for part in ("forward", "backward")}
+    def evidence(library, arrays, cell) -> dict:
+        plans = {part: library.evidence(*arrays[1:], cell.structure, direction=part) for part in ("forward", "backward")}
         return {"plans": plans} if any(plans.values()) else {}
 
 
-PASSES = {what.direction: what for what in (Forward, Backward, Training)}
+class PackedForward(Packed, Forward):
+    """Attention of packed sequences; ``plain`` is that of batches."""
+
+    plain, sample = Forward, PackedSample
+
+
+class PackedBackward(Packed, Backward):
+    """The gradients alone of packed sequences."""
+
+    plain, sample = Backward, PackedGradientSample
+
+
+PASSES = {what.__name__: what for what in (Forward, Backward, Training, PackedForward, PackedBackward)}

@@ -5,18 +5,20 @@ All of them get the same (batch, seqlen, heads, head_dim) arrays, allocate their
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import os
 from contextlib import nullcontext
 
-OURS, OURS_DETERMINISTIC = "numbaflash", "numbaflash-deterministic"
-OWN = (OURS, OURS_DETERMINISTIC)
+OURS, OURS_DETERMINISTIC, OURS_PADDED = "numbaflash", "numbaflash-deterministic", "numbaflash-padded"
+OWN = (OURS, OURS_DETERMINISTIC, OURS_PADDED)
 """What is not a peer of numbaflash."""
 NAMES = (OURS, "fa4", "cudnn", "fa2", "dense")
 LABELS = {
     OURS: "numbaflash",
     OURS_DETERMINISTIC: "numbaflash, deterministic",
+    OURS_PADDED: "numbaflash, padded batch",
     "fa4": "FA4 (flash_attn.cute)",
     "cudnn": "cuDNN (torch SDPA)",
     "fa2": "FA2 (torch SDPA)",
@@ -80,6 +82,10 @@ class Library:
 
         return call
 
+    def rows(self, results, structure):
+        """Results in the layout of the operands, where what is called returns them in another one."""
+        return results
+
     def evidence(self, q, k, v, causal: bool, direction: str = "forward") -> dict:
         """Fields of a record that say which kernel was chosen, as far as the library tells."""
         return {}
@@ -116,7 +122,10 @@ class Numbaflash(Library):
         return lambda: backward(dout, q, k, v, out, lse, causal=causal, deterministic=deterministic)
 
     def evidence(self, q, k, v, causal, direction="forward"):
-        told = self._numbaflash.explain(q, k, v, causal=causal, direction=direction, deterministic=self.deterministic and direction == "backward")
+        return self._explained(q, k, v, causal=causal, direction=direction, deterministic=self.deterministic and direction == "backward")
+
+    def _explained(self, q, k, v, *, direction, **options):
+        told = self._numbaflash.explain(q, k, v, direction=direction, **options)
         plan = told.plan
         workspace = {"workspace_bytes": plan.workspace_bytes} if direction == "backward" else {}
         return {
@@ -139,18 +148,20 @@ class NumbaflashDeterministic(Numbaflash):
 
 class Fa4(Library):
     name = "fa4"
+    function = "flash_attn_func"
 
     def __init__(self):
         super().__init__()
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # read when it is imported
-        from flash_attn.cute import flash_attn_func
-
-        self._forward = flash_attn_func
+        self._forward = getattr(importlib.import_module("flash_attn.cute"), self.function)
         self.version = _distribution_version("flash-attn-4")
 
     def bind(self, q, k, v, causal):
+        return self._bound(q, k, v, causal=causal)
+
+    def _bound(self, *arrays, **options):
         def call():
-            result = self._forward(q, k, v, causal=causal)
+            result = self._forward(*arrays, **options)
             return result[0] if isinstance(result, tuple) else result
 
         return call
@@ -236,12 +247,12 @@ def dense(torch, q, k, v, hidden=None):
 LIBRARIES = {cls.name: cls for cls in (Numbaflash, NumbaflashDeterministic, Fa4, Cudnn, Fa2, Dense)}
 
 
-def find(names=NAMES) -> tuple[dict[str, Library], dict[str, str]]:
+def find(names=NAMES, classes=LIBRARIES) -> tuple[dict[str, Library], dict[str, str]]:
     """The libraries that can be imported, by name, and why each of the others cannot."""
     found, missing = {}, {}
     for name in names:
         try:
-            found[name] = LIBRARIES[name]()
+            found[name] = classes[name]()
         except Exception as error:  # an import may fail in any way; the others are still measured
             missing[name] = one_line(error)
     return found, missing

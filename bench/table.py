@@ -13,11 +13,11 @@ from statistics import median
 
 from . import records
 from .cells import DTYPES
-from .peers import OURS, OURS_DETERMINISTIC, OWN
+from .peers import OURS, OURS_DETERMINISTIC, OURS_PADDED, OWN
 from .progress import colour_wanted
 
 BASELINE = "dense"
-COLUMNS = {OURS_DETERMINISTIC: "deterministic"}
+COLUMNS = {OURS_DETERMINISTIC: "deterministic", OURS_PADDED: "padded"}
 METRICS = {"tflops": "TFLOP/s", "ms": "ms"}
 GREEN, YELLOW, RED, RESET = "\033[32m", "\033[33m", "\033[31m", "\033[0m"
 SHORT = {long: short for short, long in DTYPES.items()}

@@ -168,7 +168,7 @@ def measure_costs(run, note) -> list[dict]:
 
 
 def main(arguments=None) -> int:
-    return grids.main(PROGRAM, Training, parse(arguments), measure_costs)
+    return grids.main(PROGRAM, [Training], parse(arguments), more=measure_costs)
 
 
 if __name__ == "__main__":

@@ -337,7 +337,7 @@ def check_turns(case, q_tile, kv_tile):
 
 def main():
     os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
-    import packed
+    import packed_cases
     from hypothesis import HealthCheck, given, settings
 
     from numbaflash import dispatch, testing
@@ -375,8 +375,8 @@ def main():
         failed |= report(f"backward: {name}", lambda case=case: testing.run_backward_case(case, "simt", "numpy"))
     failed |= report("backward: drawn by Hypothesis", backward_drawn)
     failed |= report("backward: options drawn by Hypothesis", backward_options_drawn)
-    for name, case in packed.CASES.items():
-        failed |= report(f"packed: {name}", lambda case=case: case.run("simt"))
+    for name, case in packed_cases.CASES.items():
+        failed |= report(f"packed: {name}", lambda case=case: packed_cases.run(case, "simt"))
     for name, arguments in list_cases().items():
         failed |= report(f"lists: {name}", lambda arguments=arguments: check_lists(*arguments))
     for name, arguments in turn_cases().items():

@@ -11,14 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from simulated_gpu import ROOT, OnCpu, SimulatedDevice
 
 import numbaflash
-
-ROOT = Path(__file__).parents[1]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
-
-from bench import (  # noqa: E402
+from bench import (
     accuracy,
     backward,
     cells,
@@ -49,61 +45,6 @@ def record(library="numbaflash", ms=1.0, cell=CELL, **more):
 
 def parse(text, module=forward):
     return module.parse(text.split())
-
-
-class Event:
-    def __init__(self, device):
-        self.device, self.time = device, None
-
-    def record(self):
-        self.time = max(self.device.busy_until, self.device.host)
-
-    def query(self):
-        return self.device.host >= self.time
-
-    def synchronize(self):
-        self.device.host = max(self.device.host, self.time)
-
-    def elapsed_time(self, other):
-        return other.time - self.time
-
-
-class SimulatedDevice:
-    """A host and a device with a clock each, in milliseconds."""
-
-    l2_bytes = 1000
-
-    def __init__(self):
-        self.host = self.busy_until = 0.0
-        self.log = []
-
-    def event(self):
-        return Event(self)
-
-    def work(self, ms):
-        self.busy_until = max(self.busy_until, self.host) + ms
-
-    spin = work
-
-    def call(self, name, host_ms, device_ms, waits=False):
-        def run():
-            self.log.append(name)
-            self.host += host_ms
-            self.work(device_ms)
-            if waits:
-                self.host = self.busy_until
-
-        return run
-
-    def inputs(self, cell, operands=("q", "k", "v")):
-        pytest.importorskip("torch")
-        return cells.inputs(cell, operands=operands, device="cpu")
-
-    def free_bytes(self):
-        return 2**30
-
-    def recover(self):
-        pass
 
 
 # grid
@@ -159,9 +100,11 @@ def test_flops_count_visible_pairs_only():
     assert CELL.input_bytes == 2 * 2 * 64 * 16 * (4 + 2 + 2)
 
 
-def test_cells_travel_as_json():
-    grid = forward.parse(["--quick"]).cells
-    assert cells.from_json(json.loads(json.dumps(cells.to_json(grid)))) == grid
+def test_tasks_travel_as_json():
+    packed_cell = cells.PackedCell("bfloat16", "some", (3, 5), 4, 2, 16, True)
+    tasks = [prebuild.Task(passes.Backward, cell, ("numbaflash", "fa4")) for cell in forward.parse(["--quick"]).cells]
+    tasks.append(prebuild.Task(passes.PackedForward, packed_cell, ("numbaflash",)))
+    assert [prebuild.Task.from_json(json.loads(json.dumps(task.to_json()))) for task in tasks] == tasks
 
 
 # records
@@ -292,68 +235,11 @@ def test_a_budget_that_is_over_still_measures():
 # a run on a simulated device
 
 
-class OnCpu(peers.Library):
-    """A library that computes on the CPU and pretends to have launched something."""
-
-    version = "0"
-
-    def __init__(self, name, device, ms, *, spoil=None, unfit=None, fails=False):
-        self.name, self.device, self.ms, self.spoil, self.reason, self.fails = name, device, ms, spoil, unfit, fails
-
-    @property
-    def _torch(self):
-        import torch
-
-        return torch
-
-    def unfit(self, cell, free_bytes, direction="forward"):
-        return self.reason
-
-    def bind(self, q, k, v, causal):
-        out = self.exact(q, k, v, causal).detach()
-        if self.spoil is not None:
-            out[-1, -1, -1, -1] = self.spoil
-        return self.launching(lambda: out)
-
-    def exact(self, q, k, v, causal):
-        import torch
-
-        hidden = peers.hidden_keys(torch, q.shape[1], k.shape[1], "cpu") if causal else None
-        return peers.dense(torch, *(x.double() for x in (q, k, v)), hidden).to(q.dtype)
-
-    def launching(self, call):
-        launch = self.device.call(self.name, 0.01, self.ms)
-
-        def launched():
-            if self.fails:
-                raise RuntimeError("no such kernel")
-            launch()
-            return call()
-
-        return launched
-
-    def bind_autograd(self, q, k, v, causal):
-        return lambda: self.exact(q, k, v, causal)
-
-    def bind_backward(self, dout, q, k, v, causal):
-        gradients = super().bind_backward(dout, q, k, v, causal)()
-        if self.spoil is not None:
-            gradients[2][-1, -1, -1, -1] = self.spoil
-        return self.launching(lambda: gradients)
-
-    def bind_training(self, dout, q, k, v, causal):
-        return self.launching(super().bind_training(dout, q, k, v, causal))
-
-    def evidence(self, q, k, v, causal, direction="forward"):
-        if self.name == "cudnn":
-            raise RuntimeError("does not tell")
-        return {"family": f"family of {self.name}", **({"workspace_bytes": 2**20} if direction == "backward" else {})}
-
-
 def simulated_run(options, device, what=passes.Forward, **libraries):
     common = {"gpu": "NVIDIA Simulated", "driver": "1"}
-    built = [{"library": "fa2", "cell": str(cell), "error": "x"} for cell in options.cells[:1]]
-    built += [{"library": "numbaflash", "cell": str(cell), "seconds": 1.0, "evidence": {"family": "prebuilt"}} for cell in options.cells[1:]]
+    built = [{"what": what.__name__, "library": "fa2", "cell": str(cell), "error": "x"} for cell in options.cells[:1]]
+    told = {"library": "numbaflash", "seconds": 1.0, "evidence": {"family": "prebuilt"}}
+    built += [{"what": what.__name__, "cell": str(cell), **told} for cell in options.cells[1:]]
     libraries = {name.replace("_", "-"): how for name, how in libraries.items()}
     return grids.Run(what, options, {name: OnCpu(name, device, **how) for name, how in libraries.items()}, common, device, built)
 
@@ -375,7 +261,7 @@ def test_a_run_measures_what_is_right_and_reports_the_rest(tmp_path, monkeypatch
     monkeypatch.setattr(evidence, "kernels", lambda calls: [[f"kernel {n}"] for n, call in enumerate(calls) if call() is not None])
     path = tmp_path / "run.jsonl"
     notes = progress.Progress(len(options.cells), "forward", stream=sys.stderr)
-    grids.measure(run, path, options.budget, notes)
+    grids.measure([run], path, options.budget, notes)
     saved = records.read(path)
     assert len(saved) == 2 * 5
     by_name = {r["library"]: r for r in saved if r["causal"]}
@@ -388,7 +274,7 @@ def test_a_run_measures_what_is_right_and_reports_the_rest(tmp_path, monkeypatch
     assert by_name["fa4"]["skipped"].startswith("wrong result: out[")
     assert by_name["fa2"]["skipped"] == "RuntimeError: no such kernel"
     assert by_name["dense"]["skipped"] == "needs too much"
-    assert grids.report(run, path, 1.0) == 0
+    assert grids.report([run], path, 1.0) == 0
     shown = capsys.readouterr()
     assert "2 of 2 cells at 1.00 x the best peer or above; least 2.00" in shown.out
     assert "fa4 left out: wrong result" in shown.err
@@ -400,8 +286,8 @@ def test_a_wrong_result_of_numbaflash_fails_the_run(tmp_path, capsys):
     device = SimulatedDevice()
     options = parse("--dims 16 --seqlens 40 --dtypes fp16 --causal full --heads 2/2 --tokens 40 --rounds 1 --budget 1")
     run = simulated_run(options, device, numbaflash={"ms": 1.0, "spoil": float("nan")}, fa2={"ms": 1.0})
-    grids.measure(run, tmp_path / "run.jsonl", options.budget, progress.Progress(1, "forward", stream=sys.stderr))
-    assert grids.report(run, tmp_path / "run.jsonl", 1.0) == 1
+    grids.measure([run], tmp_path / "run.jsonl", options.budget, progress.Progress(1, "forward", stream=sys.stderr))
+    assert grids.report([run], tmp_path / "run.jsonl", 1.0) == 1
     shown = capsys.readouterr()
     assert "numbaflash has no time in 1 cells, first: fp16 D16 full 2/2 heads 1x40: wrong result: NaN" in shown.err
     assert "no cell has both numbaflash and a peer" in shown.out
@@ -472,7 +358,7 @@ def test_a_run_of_gradients(tmp_path, monkeypatch, capsys):
     )
     monkeypatch.setattr(evidence, "kernels", lambda calls: [[str(len(call()))] for call in calls])
     path = tmp_path / "run.jsonl"
-    grids.measure(run, path, options.budget, progress.Progress(2, "backward", stream=sys.stderr))
+    grids.measure([run], path, options.budget, progress.Progress(2, "backward", stream=sys.stderr))
     saved = records.read(path)
     assert len(saved) == 2 * 5 and {r["direction"] for r in saved} == {r["bench"] for r in saved} == {"backward"}
     by_name = {r["library"]: r for r in saved if r["causal"]}
@@ -480,7 +366,7 @@ def test_a_run_of_gradients(tmp_path, monkeypatch, capsys):
     assert 0 < by_name["fa2"]["error_per_tolerance"] <= 1 and by_name["fa2"]["workspace_bytes"] == 2**20
     assert by_name["fa4"]["skipped"].startswith("wrong result: dv[") and by_name["cudnn"]["skipped"] == "wrong result: NaN or infinite elements of dv"
     assert by_name["numbaflash"]["kernels"] == ["3"]
-    assert grids.report(run, path, 1.0) == 0
+    assert grids.report([run], path, 1.0) == 0
     shown = capsys.readouterr().out
     assert "2 of 2 cells at 1.00 x the best peer or above; least 1.50" in shown
     assert "deterministic: 0.80 x the speed of the other at least (bf16 D16 full 4/2 heads 2x40), median 0.80" in shown
@@ -491,8 +377,8 @@ def test_a_run_of_gradients(tmp_path, monkeypatch, capsys):
 def test_a_wrong_deterministic_gradient_fails_the_run(tmp_path, capsys):
     options = parse("--dims 16 --seqlens 40 --dtypes fp16 --causal full --heads 2/2 --tokens 40 --rounds 1 --budget 1", backward)
     run = simulated_run(options, SimulatedDevice(), passes.Backward, numbaflash={"ms": 1.0}, numbaflash_deterministic={"ms": 1.0, "spoil": 5.0})
-    grids.measure(run, tmp_path / "run.jsonl", options.budget, progress.Progress(1, "backward", stream=sys.stderr))
-    assert grids.report(run, tmp_path / "run.jsonl", 1.0) == 1
+    grids.measure([run], tmp_path / "run.jsonl", options.budget, progress.Progress(1, "backward", stream=sys.stderr))
+    assert grids.report([run], tmp_path / "run.jsonl", 1.0) == 1
     assert "numbaflash-deterministic has no time in 1 cells, first: fp16 D16 full 2/2 heads 1x40: wrong result: dv[" in capsys.readouterr().err
 
 
@@ -504,11 +390,11 @@ def test_gradients_of_libraries_on_the_cpu_are_right(name, cell):
     arrays = cells.inputs(cell, operands=passes.Backward.operands, device="cpu")
     sample = accuracy.GradientSample(cell, *arrays)
     for what in (passes.Backward, passes.Training):
-        call = what.bind(library, arrays, cell.causal)
+        call = what.bind(library, arrays, cell)
         for _ in range(2):
             worst, complaint = sample.judge(call())
             assert complaint is None and 0 < worst <= 1
-        told = prebuild.evidence(what, library, arrays, cell.causal)
+        told = prebuild.evidence(what, library, arrays, cell)
         plans = told.get("plans", {"backward": told}) if told else {}
         assert [plan["family"] for plan in plans.values()] == ["cpu"] * len(plans) and bool(plans) == (name in peers.OWN)
     assert "shape" in sample.judge([arrays[1], arrays[2][:, 1:], arrays[3]])[1]
@@ -525,7 +411,7 @@ def test_torch_takes_only_the_named_back_end():
     with library.scope():
         assert torch.backends.cuda.math_sdp_enabled() and not torch.backends.cuda.flash_sdp_enabled()
         for what in (passes.Backward, passes.Training):
-            assert accuracy.GradientSample(CELL, *arrays).judge(what.bind(library, arrays, True)())[1] is None
+            assert accuracy.GradientSample(CELL, *arrays).judge(what.bind(library, arrays, CELL)())[1] is None
 
 
 def test_gradients_of_dense_attention_need_more_memory():
@@ -614,7 +500,7 @@ def test_training_on_a_simulated_gpu(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(gpu, name, value)
     monkeypatch.setattr(records, "gpu_fields", lambda: {"gpu": "NVIDIA Simulated", "driver": "1", "torch": torch.__version__})
     libraries = {name: OnCpu(name, device, ms) for name, ms in (("numbaflash", 1.0), ("fa2", 1.1))}
-    monkeypatch.setattr(grids, "find", lambda names: (libraries, {"fa4": "not here"}))
+    monkeypatch.setattr(grids, "find", lambda *_: (libraries, {"fa4": "not here"}))
     monkeypatch.setattr(prebuild, "prebuild", lambda *_, **__: [])
     monkeypatch.setattr(evidence, "kernels", lambda calls: [["k"] for call in calls if call()])
     monkeypatch.setattr(training, "measure_costs", lambda run, note: costs_of_one(libraries))
@@ -662,16 +548,17 @@ def test_prebuild_reports_what_its_workers_say(monkeypatch, tmp_path):
     worker = tmp_path / "worker.py"
     worker.write_text(
         "import json, sys\n"
-        "for c in json.load(open(sys.argv[-1])): print(json.dumps({'library': 'fa4', 'cell': str(c['seqlen']), 'seconds': 1.5}))\n"
+        "for task in json.load(open(sys.argv[-1])):\n"
+        "    print(json.dumps({'library': task['libraries'][0], 'cell': str(task['cell']['seqlen']), 'seconds': 1.5}))\n"
         "print('{trunc')"
     )
     real = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda command, **kw: real([sys.executable, str(worker), command[-1]], **kw))
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     grid, notes = forward.parse(["--quick"]).cells, []
-    assert len(prebuild.prebuild(grid, ["fa4", "fa2"], notes.append)) == len(grid)
+    assert len(prebuild.prebuild(grids.Run.tasks(passes.Forward, grid, ["fa2", "fa4"]), notes.append)) == len(grid)
     assert "fa4 18 cells, slowest first call 1.5 s" in notes[0] and "2 processes" in notes[0]
-    assert prebuild.prebuild(grid, ["fa2"], notes.append) == [] and len(notes) == 1
+    assert prebuild.prebuild(grids.Run.tasks(passes.Forward, grid, ["fa2"]), notes.append) == [] and len(notes) == 1
     assert "1 failed" in prebuild.summary([{"library": "fa4", "cell": "", "error": "x"}], 1, 2.0)
 
 
@@ -685,7 +572,8 @@ def test_prebuild_ends_workers_that_take_too_long(monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", start)
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     notes = []
-    assert prebuild.prebuild(forward.parse(["--quick"]).cells, ["numbaflash"], notes.append, timeout=0.2) == []
+    tasks = grids.Run.tasks(passes.Forward, forward.parse(["--quick"]).cells, ["numbaflash"])
+    assert prebuild.prebuild(tasks, notes.append, timeout=0.2) == []
     assert "was ended" in notes[0] and all(worker.poll() is not None for worker in started) and len(started) == 2
 
 

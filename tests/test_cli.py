@@ -361,10 +361,12 @@ def test_support_table(capsys):
 def test_the_table_of_options_is_what_the_families_answer(direction):
     """A family refuses just the options that its ``FEATURES`` leave out."""
     from numbaflash import dispatch, support
+    from numbaflash.kernels.blocks.layout import words
     from numbaflash.problem import FEATURES, PACKED_FEATURE, make_packed_problem, make_problem
 
     given = {"softcap": 9.0, "mask": ((256, 256), "bool"), "bias": ((256,), "float16"), "alibi_slopes": ((4,), "float32"), "dropout": 0.5}
-    given |= {"block_mask": ((1, 1, 16), "int32"), "sinks": ((4,), "float32"), "seqlens_q": ((1,), "int32"), "seqlens_k": ((1,), "int64")}
+    given |= {"sinks": ((4,), "float32"), "seqlens_q": ((1,), "int32"), "seqlens_k": ((1,), "int64")}
+    given |= {"block_mask": ((1, 1, words(256, 256, 1)), "int32")}
     shape = (1, 256, 4, 64)
     for feature, cells in support.features().items():
         if feature == PACKED_FEATURE:
@@ -460,19 +462,25 @@ def test_fuzz_finds_nothing_in_the_cpu_family(tmp_path, capsys, monkeypatch):
 
 def test_fuzz_draws_options(capsys, monkeypatch):
     from numbaflash import testing
-    from numbaflash.problem import FEATURES
-    from numbaflash.testing import strategies
+    from numbaflash.testing.strategies import FEATURES, PACKED
 
     asked = []
     monkeypatch.setattr(testing, "fuzz", lambda **options: asked.append(options.get("options")) or 0)
-    for arguments in ((), ("--option", "mask", "--option", "softcap"), ("--option", "mask", "--option", "all")):
+    for arguments in ((), ("--option", "mask", "--option", "packed"), ("--option", "mask", "--option", "all")):
         assert command(capsys, "fuzz", *arguments)[0] == 0
-    assert asked == [None, ("mask", "softcap"), FEATURES]
-    assert set(FEATURES) == set(strategies.FEATURES)
+    assert asked[:2] == [None, ("mask", "packed")] and set(asked[2]) == {*FEATURES, PACKED}
+
+
+def test_fuzz_of_packed_sequences(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    only = ("--family", "cpu", "--dtype", "float32", "--head-dim", "8", "--seed", "2", "--max-seqlen", "40")
+    status, out, err = command(capsys, "fuzz", "--minutes", "0.1", "--direction", "both", "--option", "packed", *only)
+    assert status == 0 and "packed sequences" in out, out + err
 
 
 def test_fuzz_refuses(tmp_path, capsys):
     refused(capsys, "invalid choice: 'masks'", "fuzz", "--option", "masks")
+    refused(capsys, "invalid choice: 'block_mask'", "fuzz", "--option", "block_mask")
     refused(capsys, "minutes must be positive", "fuzz", "--minutes", "0")
     refused(capsys, "max_seqlen must be at least 1; got 0", "fuzz", "--max-seqlen", "0")
     refused(capsys, "library must be one of", "fuzz", "--library", "tensorflow")

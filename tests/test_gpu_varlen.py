@@ -1,4 +1,4 @@
-"""Packed sequences on every GPU family: against the reference and against a call for each sequence, with NaN wherever a sequence may not look.
+"""Packed sequences on every GPU family: against the reference and against a call for each sequence, with NaN wherever no query may look.
 
 ``python tests/test_gpu_varlen.py [PROCESSES]`` runs all of it in so many processes at once, without pytest.
 """
@@ -12,12 +12,13 @@ from functools import partial
 from multiprocessing import get_context
 
 import numpy as np
-import packed
+import packed_cases
 import pytest
 
 import numbaflash
 from numbaflash import UnsupportedError, dispatch, testing
 from numbaflash.testing import libraries
+from numbaflash.testing.strategies import OF_SEQUENCES, PACKED
 
 pytestmark = pytest.mark.gpu
 
@@ -29,19 +30,20 @@ OPTIONS = {
     "plain": {},
     "rows of nobody": EDGES,
     "short ones": SHORT | EDGES,
-    "int64": {"length_dtypes": ("int64", "int64"), "max_seqlens": (520, 480)},
+    "int64": {"dtypes": ("int64", "int64"), "told": (520, 480)},
     "shared heads": {"heads": 8, "kv_heads": 1} | EDGES,
     "softcap": {"softcap": 1.0},
-    "alibi": {"alibi": True, "scale": -0.2},
-    "sinks": {"sinks": True, "needs": ("q", "k", "v", "sinks")} | EDGES,
-    "dropout": {"dropout": 0.3},
-    "together": {name: x for name, x in packed.EVERYTHING.items() if name not in ("causal", "window", "before", "after")} | EDGES,
+    "alibi": {"alibi_shape": (7, 4), "scale": -0.2},
+    "sinks": {"with_sinks": True, "needs": ("q", "k", "v", "sinks")} | EDGES,
+    "dropout": {"dropout": 0.3, "dropout_seed": 7},
+    "together": {name: x for name, x in packed_cases.EVERYTHING.items() if name not in ("causal", "window", "before", "after")} | EDGES,
     "too large": {"boundaries": ((0, 300, 2**31 - 1), (0, 334, 2**31 - 1)), "causal": True},
     "below 0": {"boundaries": ((-(2**31), 300, 400), (-5, 334, 340))},
-    "queries descend": {"boundaries": ((0, 700, 300), (0, 8, 160)), "sinks": True},
-    "keys descend": {"boundaries": ((0, 90, 180), (300, 8, 380)), "sinks": True},
+    "queries descend": {"boundaries": ((0, 700, 300), (0, 8, 160)), "with_sinks": True},
+    "keys descend": {"boundaries": ((0, 90, 180), (300, 8, 380)), "with_sinks": True},
     "all descend": {"boundaries": ((1000, 0, 90, 2), (0, 170, 3, 190))},
 }
+OPTIONS["together"] |= {"alibi_shape": (7, 4)}
 DIMS = ((64, 64), (128, 128), (256, 256), (96, 40), (192, 128))
 
 
@@ -55,17 +57,16 @@ def cases(name, dtype="bfloat16", dims=DIMS):
     for number, (d, dv) in enumerate(dims):
         for place, band in enumerate(BANDS):
             given = LENGTHS | {"heads": 4, "kv_heads": (2, 4)[(number + place) % 2], "deterministic": place % 2 == 1} | band | OPTIONS[name]
-            yield packed.PackedCase(head_dim=d, head_dim_v=dv, dtype=dtype, **given)
+            yield packed_cases.case(head_dim=d, head_dim_v=dv, dtype=dtype, **given)
 
 
 def run_case(case, family, library):
     """The case, and its gradients where the family has them; an error as text, '' when all is well, None when the family cannot compute it."""
-    problem, *_ = case.inputs()
-    device = libraries.device_of(library)
+    problem, device = case.problem, libraries.device_of(library)
     if dispatch.family(family).supports(problem, device):
         return None
     try:
-        case.run(family, library, gradients=not dispatch.family(family, "backward").supports(problem, device))
+        packed_cases.run(case, family, library, gradients=not dispatch.family(family, "backward").supports(problem, device))
     except Exception as error:
         return f"{case!r}\n    {type(error).__name__}: {error}"
     return ""
@@ -73,26 +74,29 @@ def run_case(case, family, library):
 
 def check_each_alone(family, library, causal=True, d=128):
     """A sequence's rows are those of a call for it alone, up to the order of sums; bits are the same from call to call."""
-    case = packed.PackedCase(**LENGTHS, heads=4, kv_heads=2, head_dim=d, head_dim_v=d, dtype="float16", causal=causal, **EDGES)
-    problem, values, options = case.inputs()
-    if dispatch.family(family).supports(problem, libraries.device_of(library)):
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": d, "head_dim_v": d, "dtype": "float16"}
+    case = packed_cases.forward_of(packed_cases.case(**LENGTHS, **shape, causal=causal, **EDGES))
+    if dispatch.family(family).supports(case.problem, libraries.device_of(library)):
         return None
-    arrays = {name: packed._array(values[name], problem.dtype_of(name), library) for name in ("q", "k", "v", *problem.options)}
+    arrays = testing.Operands(case, library).arrays
+    q, k, v = (arrays[name] for name in "qkv")
     with dispatch.use_family(family):
-        found = [libraries.to_numpy(x) for x in numbaflash.forward_varlen(**arrays, causal=causal, return_lse=True)]
+
+        def attend():
+            return [libraries.to_numpy(x) for x in numbaflash.forward_varlen(q, k, v, **case.handed(arrays), causal=causal, return_lse=True)]
+
+        found = attend()
         for _ in range(10):
-            again = numbaflash.forward_varlen(**arrays, causal=causal, return_lse=True)
-            for a, b in zip(found, again, strict=True):
-                np.testing.assert_array_equal(a, libraries.to_numpy(b))
-        ends_q, ends_k = (values[name].tolist() for name in problem.options)
-        for b in range(len(ends_q) - 1):
+            for a, b in zip(found, attend(), strict=True):
+                np.testing.assert_array_equal(a, b)
+        ends_q, ends_k = case.packed.numbers
+        for b in range(case.packed.batch):
             rows, keys = slice(*ends_q[b : b + 2]), slice(*ends_k[b : b + 2])
             if rows.start == rows.stop or keys.start == keys.stop:
                 continue
-            alone = [packed._array(values[name][None, at], "float16", library) for name, at in (("q", rows), ("k", keys), ("v", keys))]
-            out, lse = (libraries.to_numpy(x)[0] for x in numbaflash.forward(*alone, causal=causal, return_lse=True))
-            np.testing.assert_allclose(found[0][rows], out, atol=4e-3)
-            np.testing.assert_allclose(found[1][:, rows], lse, atol=1e-4)
+            out, lse = numbaflash.forward(q[None, rows], k[None, keys], v[None, keys], causal=causal, return_lse=True)
+            np.testing.assert_allclose(found[0][rows], libraries.to_numpy(out)[0], atol=4e-3)
+            np.testing.assert_allclose(found[1][:, rows], libraries.to_numpy(lse)[0], atol=1e-4)
     return ""
 
 
@@ -100,7 +104,7 @@ def check_many_tiles(family, library, sequences=3000):
     """More tiles than blocks, and boundaries of which each thread of a block checks several."""
     lengths = tuple(map(int, np.random.default_rng(0).integers(0, 12, sequences)))
     shape = {"heads": 2, "kv_heads": 1, "head_dim": 64, "head_dim_v": 64, "dtype": "float16"}
-    return run_case(packed.PackedCase(lengths, lengths[::-1], causal=True, **shape), family, library)
+    return run_case(packed_cases.case(lengths, lengths[::-1], causal=True, **shape), family, library)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -125,17 +129,20 @@ def test_many_tiles(gpu):
     report([check_many_tiles(gpu.family, gpu.library)])
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_random(gpu, direction):
+    dims = (8, 64, 96, 128, 256)
+    gpu.run_random(gpu.problems(direction, head_dims=dims, max_seqlen=500, work=2**17, options=(PACKED, *OF_SEQUENCES)), examples=100)
+
+
 def test_what_a_family_lacks(gpu):
     """It says so in time."""
-    case = packed.PackedCase((), (), after=(9, 5), dtype="float16")
-    problem, values, _ = case.inputs()
-    arrays = {name: packed._array(values[name], problem.dtype_of(name), gpu.library) for name in ("q", "k", "v", *problem.options)}
-    with dispatch.use_family(gpu.family):
-        if gpu.reasons(problem):
-            with pytest.raises(UnsupportedError):
-                numbaflash.forward_varlen(**arrays)
-        else:
-            assert not libraries.to_numpy(numbaflash.forward_varlen(**arrays)).any()
+    case = packed_cases.forward_of(packed_cases.case((), (), after=(9, 5), dtype="float16"))
+    if gpu.reasons(case.problem):
+        with pytest.raises(UnsupportedError):
+            gpu.run(case)
+    else:
+        gpu.run(case)
 
 
 def report(found):

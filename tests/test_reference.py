@@ -362,8 +362,8 @@ def keeps(case, seed, b, h, i, j):
 def test_brute_force_with_options(case):
     arrays, options = everything(case)
     out, lse = reference.forward(case.problem, **arrays, **options)
-    masks = {"mask": options.pop("block_mask")} if "block_mask" in options else {}
-    brute_out, brute_lse = brute_force_with_options(case, **arrays, **options, **masks)
+    plain = {"mask" if name == "block_mask" else name: x for name, x in options.items()}
+    brute_out, brute_lse = brute_force_with_options(case, **arrays, **plain)
     assert same(lse, brute_lse)
     condition = max(1.0, np.abs(np.nan_to_num(brute_lse, neginf=0)).max(initial=0))
     assert same(out, brute_out, 1e-12 * min(condition, 1e6))

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import packed
+import packed_cases
 import pytest
 import simulator_cases
 
@@ -25,7 +25,7 @@ def simulator():
 
 DRAWN = ("drawn by Hypothesis", "options drawn by Hypothesis")
 BACKWARD_NAMES = [f"backward: {name}" for name in (*simulator_cases.backward_cases(), *DRAWN)]
-PACKED_NAMES = [f"packed: {name}" for name in packed.CASES]
+PACKED_NAMES = [f"packed: {name}" for name in packed_cases.CASES]
 TURN_NAMES = [f"turns: {name}" for name in simulator_cases.turn_cases()]
 
 

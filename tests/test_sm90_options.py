@@ -12,7 +12,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
-import packed
+import packed_cases
 import pytest
 
 from numbaflash import dispatch, reference, testing, toolchain
@@ -455,16 +455,14 @@ class PackedModel(Model):
     """The same of packed sequences: every number of a tile, in arrays of which each row may be another sequence's."""
 
     def __init__(self, case, **changes):
-        problem, self.values, _ = case.inputs()
-        self.arrays = {name: packed._array(self.values[name], problem.dtype_of(name), "numpy") for name in problem.options}
-        self.memory = {name: SimpleNamespace(view=lambda x=x: x, bits=x.reshape(-1)) for name, x in self.arrays.items()}
-        shapes = {name: problem.shape_of(name) for name in ("q", "k", "v", "out", "lse", *problem.options)}
-        layouts = {name: Layout(shape, contiguous_strides(shape, ITEMSIZE[problem.dtype_of(name)])) for name, shape in shapes.items()}
+        problem, memory = case.problem, case.memory()
         # Rows of 1 are where a result is stored: an address is then a row.
-        layouts["out"] = Layout(problem.out_shape, (problem.heads, 1, 0))
+        layouts = replace(lay_out(problem, memory), out=Layout(problem.out_shape, (problem.heads, 1, 0)))
+        self.memory = {name: each for name, each in memory.items() if name not in case.results}
+        self.values = {name: each.decoded() for name, each in self.memory.items()}
         self.out = np.full((problem.total_q * problem.heads, problem.head_dim_v), np.nan)
         self.lse = np.full(problem.lse_shape, np.nan, np.float32)
-        self.prepare(SimpleNamespace(dropout_seed=7), problem, Layouts(**layouts), **changes)
+        self.prepare(case, problem, layouts, **changes)
         VectorOps.memory += readable(self.lse.reshape(-1))
 
     def run(self):
@@ -501,24 +499,20 @@ class PackedModel(Model):
         return self.out.reshape(problem.out_shape), self.lse
 
 
-LONG = dict(lengths_q=(70, 130, 0, 64, 3), lengths_k=(140, 65, 33, 0, 64), before=(5, 70), after=(66, 1), length_dtypes=("int64", "int32"))
-PACKED_CASES = {name: case for name, case in packed.CASES.items() if name not in ("no sequence", "no key", "float64", "strides")}
+LONG = dict(lengths_q=(70, 130, 0, 64, 3), lengths_k=(140, 65, 33, 0, 64), before=(5, 70), after=(66, 1), dtypes=("int64", "int32"))
+PACKED_CASES = {name: case for name, case in packed_cases.CASES.items() if name not in ("no sequence", "no key", "float64", "strides")}
 PACKED_CASES |= {
-    "long": packed.PackedCase(**LONG),
-    "long, heads of a group share tiles": packed.PackedCase(**LONG, causal=True, heads=8, kv_heads=1),
-    "long, window": packed.PackedCase(**LONG, window=(40, 9), heads=4, kv_heads=2, scale=-0.3, sinks=True),
-    "long, every option": packed.PackedCase(**LONG | packed.EVERYTHING),
+    "long": packed_cases.case(**LONG),
+    "long, heads of a group share tiles": packed_cases.case(**LONG, causal=True, heads=8, kv_heads=1),
+    "long, window": packed_cases.case(**LONG, window=(40, 9), heads=4, kv_heads=2, scale=-0.3, with_sinks=True),
+    "long, every option": packed_cases.case(**LONG | packed_cases.EVERYTHING | {"alibi_shape": (5, 2)}),
 }
 
 
 @pytest.mark.parametrize("name", PACKED_CASES)
 def test_packed_sequences(vectors, name):
-    model = PackedModel(replace(PACKED_CASES[name], dtype="bfloat16"))
-    out, lse = model.run()
-    arguments = {each: model.values[each] for each in model.problem.options}
-    want, want_lse = reference.forward(model.problem, *(model.values[each] for each in "qkv"), seed=7, **arguments)
-    np.testing.assert_allclose(out, want, atol=1e-2)
-    np.testing.assert_allclose(lse, want_lse, atol=1e-4)
+    case = packed_cases.forward_of(replace(PACKED_CASES[name], dtype="bfloat16"))
+    testing.check_forward(case, *PackedModel(case).run())
 
 
 class FakeCuda:
@@ -767,14 +761,9 @@ class PackedGradientModel(GradientModel):
     seen = None
 
     def __init__(self, patch, case, q_block, columns):
-        problem, values, _ = case.inputs()
-        self.patch, self.problem, self.values, self.case = patch, problem, values, SimpleNamespace(dropout_seed=7)
-        self.exact = {name: values[name] for name in problem.options}
-        values["out"], values["lse"] = reference.forward(problem, *(values[name] for name in "qkv"), seed=7, **self.exact)
-        arrays = {name: packed._array(x, problem.dtype_of(name), "numpy") for name, x in values.items()}
-        self.memory = {name: SimpleNamespace(view=lambda x=x: x, bits=x.reshape(-1)) for name, x in arrays.items()}
-        gradients = {f"d{name}": packed._array(values[name], problem.dtype_of(name), "numpy") for name in problem.gradients}
-        self.layouts = BackwardLayouts(**{name: Layout(x.shape, x.strides) for name, x in (arrays | gradients).items()})
+        self.patch, self.case, self.memory, self.problem = patch, case, case.memory(), case.problem
+        problem, self.values = case.problem, {name: each.decoded() for name, each in self.memory.items()}
+        self.layouts = lay_out(problem, self.memory, BackwardLayouts)
         config = backward.plan(problem, self.layouts, H200, False).config
         stored = replace(config.options, stored=())  # by functions that only a GPU has
         self.config = replace(config, q_block=q_block, kv_tile=64, options=stored)
@@ -823,12 +812,9 @@ class PackedGradientModel(GradientModel):
 
 @pytest.mark.parametrize("name", PACKED_CASES)
 def test_gradients_of_packed_sequences(vectors, name):
-    case = replace(PACKED_CASES[name], dtype="bfloat16", needs=("q", "k", "v"))
-    model = PackedGradientModel(vectors, case, 32, (32, 16)[case.causal is True])
-    found = model.run()
-    want = reference.backward(model.problem, *(model.values[each] for each in ("dout", "q", "k", "v", "dlse")), seed=7, **model.exact)
-    for each, got, exact in zip(model.problem.gradients, found, want, strict=False):
-        np.testing.assert_allclose(got, exact, atol=2e-2 * max(1, np.abs(exact).max()), err_msg=f"d{each}")
+    case = replace(PACKED_CASES[name], dtype="bfloat16", needs=("q", "k", "v", *["sinks"] * PACKED_CASES[name].with_sinks))
+    dq, dk, dv, dsinks = PackedGradientModel(vectors, case, 32, (32, 16)[case.causal is True]).run()
+    testing.check_backward(case, dq, dk, dv, dsinks=dsinks if case.with_sinks else None)
 
 
 def check_gradients(patch, case, q_block=32, columns=32):

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from numbaflash import dispatch, reference, testing
+from numbaflash import BlockMask, dispatch, reference, testing
 from numbaflash.problem import DTYPES, UnsupportedError, make_problem
 from numbaflash.testing import (
     Accuracy,
     AccuracyError,
     BackwardCase,
     Case,
+    Packed,
     Placement,
     WriteError,
     backward_problems,
@@ -31,7 +32,7 @@ from numbaflash.testing import (
     run_case,
 )
 from numbaflash.testing.cases import taking_part, visible_pairs
-from numbaflash.testing.strategies import FEATURES
+from numbaflash.testing.strategies import FEATURES, OF_SEQUENCES, PACKED
 from numbaflash.testing.values import RECIPES, decode, encode, rounded
 
 
@@ -832,7 +833,7 @@ def test_strategies_draw_options_when_asked():
     def search(options):
         found = set()
 
-        @settings(max_examples=60)
+        @settings(max_examples=200)
         @given(problems(max_seqlen=10, work=50, options=options))
         def note(case):
             found.update(case.problem.features)
@@ -840,15 +841,224 @@ def test_strategies_draw_options_when_asked():
         note()
         return found
 
-    assert search(()) == set() and search(("mask", "dropout")) == {"mask", "dropout"} and search(FEATURES) == set(FEATURES)
-    with pytest.raises(ValueError, match="options must be of mask, .*; got masks"):
+    assert search(()) == set() and search(("mask", "dropout")) == {"mask", "block_mask", "dropout"}
+    assert search(FEATURES) == {*FEATURES, "block_mask"} and search((PACKED, "bias")) == {"bias", "packed sequences"}
+    with pytest.raises(ValueError, match="options must be of mask, .*, packed; got masks"):
         search(("masks",))
+
+
+# Packed sequences
+
+
+SEQUENCES = Packed((20, 0, 45, 1), (33, 7, 30, 0), before=(2, 0), after=(3, 40))
+
+
+def packed_case(kind, dtype="float32", **changes):
+    """A case that no fault can be spared: sequences of both lengths, and none; rows of nobody; NaN wherever no query looks."""
+    sizes = {"dtype": dtype, "heads": 4, "kv_heads": 2, "head_dim": 32, "head_dim_v": 16, "hidden": "nan", "causal": True, "seed": 3}
+    options = {"softcap": 2.0, "alibi_shape": (4, 4), "with_sinks": True, "dropout": 0.3, "dropout_seed": 5}
+    return kind(**(sizes | options | {"packed": SEQUENCES} | changes))
+
+
+def as_batch(case):
+    """(padded problem, arrays with a batch axis, options) of a packed case, and the way back."""
+    arrays, options = option_inputs(case)
+    packing = reference.Packing.of(case.problem, reference.check_options(case.problem, {name: x for name, x in options.items() if name != "seed"}))
+    turned = {name: x.T if name in ("lse", "dlse") else x for name, x in arrays.items()}
+    padded = {name: packing.pad(**{"k" if name in "kv" else "q": x})[0] for name, x in turned.items()}
+    padded |= {name: np.moveaxis(padded[name], 1, 2) for name in ("lse", "dlse") if name in padded}
+    seed = {"seed": options["seed"]} if "seed" in options else {}
+    return packing, padded, packing.options | seed
+
+
+def flash_packed(case, fault="", sequence_fault=""):
+    packing, arrays, options = as_batch(case)
+    out, lse = flash_with_options(packing.padded, arrays, options, fault)
+    out, lse = packing.rows(out, "q", 0.0), packing.rows(np.moveaxis(lse, 1, 2), "q", -np.inf).T
+    if sequence_fault == "a row further":
+        out = np.roll(out, 1, axis=0)
+    if sequence_fault == "rows of nobody":
+        out[0] = 1e-3
+    if sequence_fault == "lse of nobody":
+        lse[:, -1] = 0
+    return out, lse
+
+
+def flash_packed_backward(case, fault="", sequence_fault=""):
+    packing, arrays, options = as_batch(case)
+    found = flash_backward_with_options(packing.padded, arrays, options, fault)
+    dq, dk, dv = (packing.rows(x, name, 0.0) for name, x in zip("qkk", found[:3], strict=True))
+    if sequence_fault == "another sequence's keys":
+        dk[33:40] = dk[:7]
+    if sequence_fault == "keys of nobody":
+        dv[-1] = 1e-3
+    return dq, dk, dv, *found[3:]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fault", ["softcap", "alibi", "sink", "seed", "a row further", "rows of nobody", "lse of nobody"])
+def test_faults_in_packed_sequences_are_caught(dtype, fault):
+    case = packed_case(Case, dtype)
+    found = check_forward(case, *flash_packed(case))
+    assert max(found.out, found.lse) < 0.75, "the correct result passes with room to spare"
+    with pytest.raises(AccuracyError):
+        check_forward(case, *flash_packed(case, fault, fault))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fault", ["alibi", "slope", "dsinks", "another sequence's keys", "keys of nobody"])
+def test_faults_in_gradients_of_packed_sequences_are_caught(dtype, fault):
+    case = packed_case(BackwardCase, dtype, needs=("q", "k", "v", "sinks"), with_dlse=True)
+
+    def judge(*faults):
+        dq, dk, dv, dsinks = flash_packed_backward(case, *faults)
+        return check_backward(case, dq, dk, dv, dsinks=dsinks)
+
+    found = judge()
+    assert max(found.dq, found.dk, found.dv, found.dsinks) < 0.75, "the correct result passes with room to spare"
+    with pytest.raises(AccuracyError, match=r"dk\[j=3\d, hk=" if fault.startswith("another") else "^d"):
+        judge(fault, fault)
+
+
+@settings(max_examples=60)
+@given(problems(max_seqlen=60, work=2**11, options=(PACKED, *OF_SEQUENCES)))
+def test_the_rule_lets_packed_sequences_pass(case):
+    if case.packed is not None:
+        check_forward(case, *flash_packed(case))
+
+
+@settings(max_examples=60)
+@given(backward_problems(max_seqlen=40, work=2**10, values=HONEST, options=(PACKED, *OF_SEQUENCES)))
+def test_the_rule_lets_gradients_of_packed_sequences_pass(case):
+    if case.packed is not None:
+        results = dict(zip(case.problem.gradients, flash_packed_backward(case), strict=True))
+        check_backward(case, **{f"d{name}": x for name, x in results.items()})
+
+
+@settings(max_examples=60)
+@given(backward_problems(max_seqlen=40, work=2**10, options=(PACKED, *OF_SEQUENCES)))
+def test_packed_cases(case):
+    """They survive JSON and repr, hide what takes no part, and nothing else, and tell of themselves as any case."""
+    assert BackwardCase.from_json(case.to_json()) == case
+    assert eval(repr(case), {"BackwardCase": BackwardCase, "Placement": Placement, "Packed": Packed}) == case
+    memory = case.memory()
+    if case.packed is None or case.values == "nan":
+        return
+    assert case.problem.packed and case.problem.batch == case.packed.batch
+    assert case.work == case.packed.batch * case.heads * np.prod(case.packed.longest)
+    for name, numbers in zip(("cu_seqlens_q", "cu_seqlens_k"), case.packed.numbers, strict=True):
+        assert memory[name].view().view(case.problem.dtype_of(name)).tolist() == list(numbers)
+    queries, keys = taking_part(case.problem, **case.given_options(memory))
+    for name, rows in (("q", queries), ("k", keys), ("v", keys)):
+        values = memory[name].decoded()
+        assert np.isfinite(values[rows]).all()
+        if case.hidden != "finite" and 0 not in memory[name].strides:
+            assert not np.isfinite(values[~rows]).any()
+
+
+def test_what_takes_part_in_packed_sequences():
+    case = packed_case(BackwardCase, causal="top_left", window=(None, 0), with_sinks=False)
+    queries, keys = taking_part(case.problem, **case.given_options(case.memory()))
+    assert queries[:, 0].nonzero()[0].tolist() == [*range(2, 22), *range(22, 67)], "the last sequence has no key"
+    assert keys[:, 0].nonzero()[0].tolist() == [*range(20), *range(40, 70)], "20 queries see 20 keys"
+    beside = packed_case(Case, alibi_shape=None, packed=Packed((4, 2), (4, 2), boundaries=((0, 5, 3), (0, 4, 6))))
+    assert beside.packed.longest == (0, 4) and not taking_part(beside.problem, **beside.given_options(beside.memory()))[0].any()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(mask_shape=(3, 3)), r"mask_shape must be None for packed sequences; got \(3, 3\)"),
+        (dict(lengths_k="random"), "lengths_k must be None for packed sequences; got 'random'"),
+    ],
+)
+def test_packed_sequences_have_no_mask_and_no_lengths(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Case(packed=SEQUENCES, **fields)
+
+
+def test_sequences_of_cases_are_checked():
+    with pytest.raises(ValueError, match=r"lengths and rows must not be negative; got Packed\(lengths_q=\(1, -1\)"):
+        Packed((1, -1), (1, 1))
+    with pytest.raises(ValueError, match="as many sequences of queries as of keys"):
+        Packed((1, 2), (1,))
+    with pytest.raises(ValueError, match="dtypes must be of int32, int64; got 'int16'"):
+        Packed((1,), (1,), dtypes=("int32", "int16"))
+    with pytest.raises(ValueError, match="not a case: .*lengths_k"):
+        Case.from_json('{"packed": {"lengths_q": [1]}}')
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_own_kernels_get_sequences(library):
+    """Values may be NaN; the exact results of torch's arrays are those of NumPy's."""
+    torch = pytest.importorskip("torch") if library == "torch" else None
+    seen = []
+
+    def forward(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, **options):
+        seen.append((cu_seqlens_q.tolist(), max_seqlen_k, sorted(options)))
+        out, lse = flash_packed(case)
+        return (torch.tensor(out, dtype=torch.float32), torch.tensor(lse)) if torch else (out.astype(np.float32), lse)
+
+    case = packed_case(Case, packed=dataclasses.replace(SEQUENCES, max_seqlens=(None, 40)), values="nan")
+    run_case(case, library=library, kernel=forward)
+    names = ["alibi_slopes", "causal", "dropout", "scale", "seed", "sinks", "softcap", "window"]
+    assert seen == [([2, 22, 22, 67, 68], 40, names)]
+    with pytest.raises(AccuracyError):
+        run_case(packed_case(Case, seed=9), library=library, kernel=lambda *_, **__: forward(*_, **{"max_seqlen_k": None} | __))
+
+
+@pytest.mark.parametrize("values", ["normal", "nan"])
+def test_exact_results_of_packed_torch_arrays(values):
+    torch = pytest.importorskip("torch")
+    case = packed_case(BackwardCase, needs=("q", "k", "v", "sinks"), with_dlse=True, values=values)
+    arrays, options = option_inputs(case)
+    arrays = {name: x for name, x in arrays.items() if name not in ("out", "lse")}
+    known = expected_gradients(case.problem, **arrays, **options)
+    again = expected_gradients(case.problem, **{name: torch.tensor(x) for name, x in arrays.items()}, **options)
+    for field in dataclasses.fields(known):
+        a, b = getattr(known, field.name), getattr(again, field.name)
+        assert (a is None) == (b is None)
+        if a is not None:
+            np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-15)
+    q, k, v = (arrays[name] for name in "qkv")
+    known, again = expected(case.problem, q, k, v, **options), expected(case.problem, *(torch.tensor(x) for x in (q, k, v)), **options)
+    for name in ("out", "lse", "out_tolerance", "lse_tolerance"):
+        np.testing.assert_allclose(getattr(known, name), getattr(again, name), rtol=1e-9, atol=1e-15)
+
+
+def test_values_that_spread_stay_in_their_sequence():
+    case = packed_case(Case, causal=False, dropout=0.0, with_sinks=False, softcap=None, alibi_shape=None)
+    memory = case.memory()
+    q, k, v = (memory[name].decoded() for name in "qkv")
+    v[41, 0, 3] = np.nan  # of the third sequence
+    options = case.given_options(memory)
+    known = expected(case.problem, q, k, v, **options)
+    free = testing.spread_nonfinite(known, case.problem, v, **options).out_free
+    assert sorted(set(free.nonzero()[0])) == list(range(22, 67)) and set(free.nonzero()[1]) == {0, 1} and set(free.nonzero()[2]) == {3}
+
+
+def test_fuzz_of_packed_sequences(tmp_path):
+    failure, text = tmp_path / "failure.json", io.StringIO()
+    options = {"max_seqlen": 20, "work": 2**8, "dtypes": ("float32",), "head_dims": (8,), "options": (PACKED,), "file": text}
+    assert testing.fuzz(0.05, seed=1, family="cpu", direction="both", failure=failure, **options) == 0
+    assert "packed sequences" in text.getvalue()
+
+    def overlooks_sequences(q, k, v, *, cu_seqlens_q=None, **_):
+        if cu_seqlens_q is None:
+            raise NotImplementedError
+        return np.zeros((len(q), q.shape[1], v.shape[2]), q.dtype)
+
+    assert testing.fuzz(0.5, seed=1, library="numpy", kernel=overlooks_sequences, failure=failure, **options) == 1
+    case, _ = testing.load(failure)
+    assert case.packed is not None and "from numbaflash.testing import Case, Packed, Placement, run_case" in text.getvalue()
+    assert testing.replay(failure, file=text) == 0, "numbaflash itself computes it"
 
 
 def own_with_options(fault=""):
     """Kernels of one's own that take options by keyword."""
 
     def problem_of(q, k, v, options):
+        options = {name: x.to_dense() if isinstance(x, BlockMask) else x for name, x in options.items()}
         described = {name: (x.shape, str(x.dtype)) for name, x in options.items() if isinstance(x, np.ndarray)}
         plain = {name: x for name, x in options.items() if name not in described and name != "seed"}
         return make_problem(q.shape, k.shape, v.shape, (str(q.dtype),) * 3, **plain, **described), {

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
-import packed
+import packed_cases
 import pytest
-from hypothesis import given, settings
+from conftest import PROFILE
+from hypothesis import given
 from hypothesis import strategies as st
 
 import numbaflash
 from numbaflash import dispatch, reference
 from numbaflash.kernels.simt import grid
 from numbaflash.problem import check_boundaries, make_packed_problem, make_problem
+from numbaflash.testing.strategies import OF_SEQUENCES, PACKED
 
 
 def problem_of(q=(12, 4, 8), k=(11, 2, 8), v=(11, 2, 6), n=3, dtypes=("float64",) * 3, kinds=("int32", "int64"), **options):
@@ -80,6 +82,7 @@ def test_a_problem_of_sequences():
     assert (problem.lse_shape, problem.out_shape) == ((4, 12), (12, 4, 6))
     assert problem.features == ("packed sequences",) and problem.options == ("cu_seqlens_q", "cu_seqlens_k")
     assert (problem_of(max_seqlen_q=7, max_seqlen_k=99).seqlen_q, problem_of(max_seqlen_k=99).seqlen_k) == (7, 11)
+    assert (problem_of(max_seqlen_q=0, max_seqlen_k=0).seqlen_q, problem_of(q=(0, 4, 8), max_seqlen_q=0).seqlen_q) == (1, 0), "rows are of a sequence"
     assert problem_of(q=(0, 4, 8)).is_empty and problem_of(n=0).sees_nothing and not problem_of(n=0).is_empty
     plain = problem_of(window=(11, 12))
     assert plain.left is None and plain.right is None and not plain.offset_per_entry, "bounds that exclude nothing cost nothing"
@@ -164,37 +167,21 @@ def test_explain():
         numbaflash.explain(q, q, q, cu_seqlens_q=ends, cu_seqlens_k=ends, mask=ends, seqlens_q=ends)
 
 
-# The kernels of the CPU
+# The kernels of the CPU, and of every family
 
 
 # Compiling is what takes time here: of single options, the simulator of the simt kernels has the cases.
-@pytest.mark.parametrize("name", [name for name in packed.CASES if name not in ("softcap", "alibi", "dropout")])
+@pytest.mark.parametrize("name", [name for name in packed_cases.CASES if name not in ("softcap", "alibi", "dropout")])
 def test_named(name):
-    packed.CASES[name].run("cpu")
+    packed_cases.run(packed_cases.CASES[name], "cpu")
 
 
-LENGTHS = st.lists(st.one_of(st.integers(0, 9), st.sampled_from((31, 32, 33, 64, 130))), max_size=5)
-
-
-@settings(max_examples=25)
-@given(st.data())
-def test_random(data):
-    lengths_q = tuple(data.draw(LENGTHS))
-    lengths_k = tuple(data.draw(st.permutations(lengths_q)))
-    gaps = st.tuples(st.integers(0, 3), st.integers(0, 3))
-    packed.PackedCase(
-        lengths_q,
-        lengths_k,
-        heads=4,
-        kv_heads=data.draw(st.sampled_from((1, 2, 4))),
-        head_dim=data.draw(st.sampled_from((8, 33, 64))),
-        head_dim_v=data.draw(st.sampled_from((8, 40, 64))),
-        before=data.draw(gaps),
-        after=data.draw(gaps),
-        causal=data.draw(st.sampled_from((False, True, "top_left"))),
-        window=data.draw(st.sampled_from((None, (3, 5), (40, None)))),
-        max_seqlens=data.draw(st.sampled_from(((None, None), (200, 200), (1, 1)))),
-    ).run("cpu")
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_random(target, direction):
+    """Half of the cases are packed. On the CPU, whose compiler takes longest, they have no options and one dtype unless ``fuzz`` is the profile."""
+    everything = target.on_gpu or PROFILE == "fuzz"
+    bounds = {"options": (PACKED, *OF_SEQUENCES)} if everything else {"options": (PACKED,), "dtypes": ("float32",)}
+    target.run_random(target.problems(direction, work=2**14, **bounds), examples=60)
 
 
 def test_empty():

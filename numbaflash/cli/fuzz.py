@@ -12,6 +12,9 @@ from ..dispatch import FAMILIES
 from ..problem import DTYPES, FEATURES
 from .errors import CommandError, reported
 
+OPTIONS = (*(name for name in FEATURES if name != "block_mask"), "packed")
+"""What may be drawn, as `numbaflash.testing.problems` calls it: a mask is one of blocks, too."""
+
 
 def add_parser(commands) -> argparse.ArgumentParser:
     parser = commands.add_parser(
@@ -32,8 +35,8 @@ def add_parser(commands) -> argparse.ArgumentParser:
     search.add_argument(
         "--option",
         action="append",
-        choices=("all", *FEATURES),
-        help="about half of the cases have this option; may be given several times (default: none of them)",
+        choices=("all", *OPTIONS),
+        help="about half of the cases have this option, or are packed sequences; may be given several times (default: none of them)",
     )
     search.add_argument("--max-seqlen", type=int, help="longest sequence (default: 400)")
     search.add_argument("--failure", metavar="FILE", help="where a failing case goes (default: numbaflash-fuzz.json)")
@@ -56,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         if getattr(arguments, option) is not None
     }
     if arguments.option is not None:
-        chosen["options"] = FEATURES if "all" in arguments.option else tuple(arguments.option)
+        chosen["options"] = OPTIONS if "all" in arguments.option else tuple(arguments.option)
     with reported():
         from .. import testing
 

@@ -6,6 +6,8 @@ Needs NumPy alone, except the strategies and `fuzz`, which need Hypothesis (``pi
     One problem with everything that decides a run; plain data, the same bits everywhere.
 `BackwardCase`
     The same for gradients.
+`Packed`
+    The sequences of a case that is packed.
 `run_case`, `run_backward_case`
     Run a case on a kernel family, in an array library, or through your own kernel, and check everything.
 `expected`, `check_forward`, `compare`, `spread_nonfinite`
@@ -13,7 +15,7 @@ Needs NumPy alone, except the strategies and `fuzz`, which need Hypothesis (``pi
 `expected_gradients`, `check_backward`, `compare_gradients`
     The same for gradients.
 `problems`, `backward_problems`, `problems_for`, `placements`
-    Hypothesis strategies of cases, and of the layouts in them. Masks, biases and the like are drawn when ``options`` asks for them.
+    Hypothesis strategies of cases, and of the layouts in them. Masks, biases, packed sequences and the like are drawn when ``options`` asks for them.
 `fuzz`, `replay`
     Random search on the present machine (``numbaflash fuzz`` on the command line), and a failing case run again.
 
@@ -43,7 +45,7 @@ from .accuracy import (
     expected_gradients,
     spread_nonfinite,
 )
-from .cases import BackwardCase, Case, Memory, Placement
+from .cases import BackwardCase, Case, Memory, Packed, Placement
 from .fuzzing import fuzz, load, replay
 from .libraries import LIBRARIES, Operands, gpu_libraries, to_float64
 from .runner import WriteError, run_backward_case, run_case
@@ -65,6 +67,7 @@ __all__ = [
     "GradientAccuracy",
     "Memory",
     "Operands",
+    "Packed",
     "Placement",
     "WriteError",
     "check_backward",

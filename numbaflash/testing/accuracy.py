@@ -63,6 +63,8 @@ largest number of the dtype may be an infinity.
 * ``dbias``: the errors of S summed, sums over its broadcast axes, and ``3 u`` of its own dtype; ``dsinks``: likewise, of
   :math:`p_{sink} \delta_i`, in the dtype of the LSE.
 
+**Packed sequences** are judged one by one, each as the batch entry that it would be.
+
 In float64 everything doubles, because the reference has the same errors as the kernel. A row that sees no key must be exactly 0
 and -inf. NaN must stand where the reference has it and nowhere else, except what `spread_nonfinite` lets go.
 """
@@ -127,8 +129,8 @@ class Expected:
 
     Attributes
     ----------
-    out, out_tolerance : array, (batch, seqlen_q, heads, head_dim_v)
-    lse, lse_tolerance : array, (batch, heads, seqlen_q)
+    out, out_tolerance : array, (batch, seqlen_q, heads, head_dim_v), or (total_q, heads, head_dim_v) of packed sequences
+    lse, lse_tolerance : array, (batch, heads, seqlen_q), or (heads, total_q)
     out_free : array of bool or None
         Elements of ``out`` that may hold anything; see `spread_nonfinite`.
     """
@@ -142,7 +144,8 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedGradients:
-    """Exact gradients and how far each element may be from them. All float64, NumPy arrays or torch tensors.
+    """Exact gradients and how far each element may be from them. All float64, NumPy arrays or torch tensors; those of packed sequences have
+    (total, heads, head_dim).
 
     Attributes
     ----------
@@ -206,7 +209,7 @@ def expected(problem: Problem, q, k, v, *, seed: int = 0, **options) -> Expected
     problem : Problem
     q, k, v : array_like or torch.Tensor
         The inputs as the kernel gets them, any float dtype. NumPy arrays are computed by `numbaflash.reference`; torch tensors
-        are computed on their device by the same formulas, which makes large problems feasible on a GPU.
+        are computed on their device by the same formulas, which makes large problems feasible on a GPU. Of packed sequences the result is NumPy.
     seed, **options
         As `numbaflash.reference.forward` takes them.
 
@@ -214,6 +217,11 @@ def expected(problem: Problem, q, k, v, *, seed: int = 0, **options) -> Expected
     -------
     Expected
     """
+    if problem.packed:
+        padded = _Padded.of(problem, options)
+        known = expected(padded.problem, *padded.pad(q=q, k=k, v=v), seed=seed, **padded.options)
+        nobody = {"out": 0.0, "lse": -math.inf, "out_tolerance": 0.0, "lse_tolerance": 0.0}
+        return Expected(**{name: padded.rows(getattr(known, name), "lse" if "lse" in name else "q", x) for name, x in nobody.items()})
     if _is_torch(q):
         xp, (q, k, v) = sys.modules["torch"], (to_float64(x) for x in (q, k, v))
     else:
@@ -251,11 +259,16 @@ def spread_nonfinite(known: Expected, problem: Problem, v, *, seed: int = 0, **o
     -------
     Expected
     """
+    if problem.packed:
+        padded = _Padded.of(problem, options)
+        (v,), (lse,) = padded.pad(v=v), padded.pad(lse=known.lse)
+        spread = spread_nonfinite(Expected(None, lse, None, None), padded.problem, v, seed=seed, **padded.options)
+        return known if spread.out_free is None else replace(known, out_free=padded.rows(spread.out_free, "q", False))
     if problem.is_empty or not problem.seqlen_k:
         return known
-    xp = sys.modules["torch"] if _is_torch(known.out) else np
+    xp = sys.modules["torch"] if _is_torch(known.lse) else np
     v = to_float64(v)
-    v = xp.as_tensor(v, device=known.out.device) if xp is not np else v
+    v = xp.as_tensor(v, device=known.lse.device) if xp is not np else v
     seen = taking_part(problem, **options)[1][..., None]
     seen = seen if xp is np else xp.from_numpy(seen.copy()).to(v.device)
     hit = xp.any(~xp.isfinite(v) & seen, 1)  # (batch, kv_heads, head_dim_v)
@@ -319,6 +332,14 @@ def expected_gradients(problem: Problem, dout, q, k, v, dlse=None, *, seed: int 
     ExpectedGradients
     """
     given = {"dout": dout, "q": q, "k": k, "v": v} | ({} if dlse is None else {"dlse": dlse})
+    if problem.packed:
+        padded = _Padded.of(problem, options)
+        known = expected_gradients(padded.problem, **dict(zip(given, padded.pad(**given), strict=True)), seed=seed, **padded.options)
+        changed = {}
+        for name in (f"d{operand}{kind}" for operand in "qkv" for kind in ("", "_tolerance", "_free")):
+            if getattr(known, name) is not None:
+                changed[name] = padded.rows(getattr(known, name), name[1], False if name.endswith("free") else 0.0)
+        return replace(known, **changed)
     xp = sys.modules["torch"] if _is_torch(q) else np
     given, options = ({name: to_float64(x) for name, x in arrays.items()} for arrays in (given, options))
     clean = all(bool(_module(x).isfinite(x).all()) for x in given.values()) and not any(bool(_spoilt(name, x).any()) for name, x in options.items())
@@ -429,6 +450,45 @@ def compare_gradients(known: ExpectedGradients, dq=None, dk=None, dv=None, dbias
         of = (getattr(known, name), getattr(known, f"{name}_tolerance"), getattr(known, f"{name}_free"), largest)
         worst[name] = None if got is None else _compare(name, axes, got, *of)
     return GradientAccuracy(**worst)
+
+
+@dataclass(frozen=True)
+class _Padded:
+    """Packed sequences as the batch that they are: its problem and options, and the way there and back."""
+
+    packing: reference.Packing
+
+    @classmethod
+    def of(cls, problem, options):
+        options = {name: x.cpu().numpy() if _is_torch(x) else x for name, x in options.items()}
+        return cls(reference.Packing.of(problem, reference.check_options(problem, options)))
+
+    @property
+    def problem(self):
+        return self.packing.padded
+
+    @property
+    def options(self):
+        return self.packing.options
+
+    def pad(self, **operands):
+        """Operands by name with a batch axis, in float64, where they lie."""
+        found = []
+        for name, x in operands.items():
+            turned = name in ("lse", "dlse")  # (heads, total)
+            values = to_float64(x)
+            host = values.cpu().numpy() if _is_torch(values) else values
+            (entries,) = self.packing.pad(**{"k" if name in "kv" else "q": host.T if turned else host})
+            entries = np.moveaxis(entries, 1, 2) if turned else entries
+            found.append(sys.modules["torch"].as_tensor(entries, device=values.device) if _is_torch(values) else entries)
+        return found
+
+    def rows(self, entries, name, nobody):
+        """Results of "q", "k", "v" or "lse" without the batch axis, with ``nobody`` in rows of no sequence; NumPy."""
+        entries = entries.cpu().numpy() if _is_torch(entries) else entries
+        if name == "lse":
+            return self.packing.rows(np.moveaxis(entries, 2, 1), "q", nobody).T
+        return self.packing.rows(entries, "q" if name == "q" else "k", nobody)
 
 
 class _Scores:
@@ -830,6 +890,7 @@ def _compare(name, axes, got, want, tolerance, free=None, largest=math.inf) -> f
     ratio = ratio.cpu().numpy() if _is_torch(ratio) else ratio
     wrong = np.argwhere(ratio > 1.0)
     at = tuple(int(x) for x in np.unravel_index(ratio.argmax(), ratio.shape))
+    axes = axes[-len(at) :]  # packed sequences have no batch axis
     where = ", ".join(f"{axis}={n}" for axis, n in zip(axes, at, strict=True))
     ranges = ", ".join(f"{axis} {lo}..{hi}" for axis, lo, hi in zip(axes, wrong.min(axis=0), wrong.max(axis=0), strict=True))
     raise AccuracyError(

@@ -7,8 +7,10 @@ anywhere can be replayed anywhere.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cache
+from itertools import accumulate
+from math import prod
 from typing import ClassVar
 
 import numpy as np
@@ -17,7 +19,18 @@ from .. import reference
 from ..block_mask import BlockMask
 from ..dispatch import BACKWARD_OPERANDS
 from ..kernels.blocks.layout import words
-from ..problem import DIFFERENTIABLE_OPTIONS, DTYPES, LENGTH_DTYPES, NEEDS, OPTIONS, Problem, check_needs, make_problem
+from ..problem import (
+    DIFFERENTIABLE_OPTIONS,
+    DTYPES,
+    LENGTH_DTYPES,
+    NEEDS,
+    OPTIONS,
+    PACKED,
+    Problem,
+    check_needs,
+    make_packed_problem,
+    make_problem,
+)
 from .values import (
     BIASES,
     BITS,
@@ -38,8 +51,8 @@ from .values import (
     garbage,
 )
 
-ARRAYS = tuple(name for name in OPTIONS if name != "block_mask")
-"""Options that a caller has as arrays."""
+ARRAYS = (*(name for name in OPTIONS if name != "block_mask"), *PACKED)
+"""Options and boundaries that a caller has as arrays."""
 
 GUARD = 64  # elements before and after every operand, watched for stray writes
 
@@ -88,6 +101,9 @@ class Placement:
         """The same memory walked forwards, for libraries that have no negative strides."""
         return replace(self, step=tuple(abs(s) for s in self.step))
 
+    def __repr__(self) -> str:
+        return _short_repr(self)
+
 
 @dataclass(frozen=True, slots=True)
 class Memory:
@@ -129,13 +145,89 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
+class Packed:
+    """Sequences that lie one after the other in the arrays of a case. Where there are two of something, it is that of q and that of k and v.
+
+    Attributes
+    ----------
+    lengths_q, lengths_k : tuple of int
+        How long each sequence is.
+    before, after : tuple of int
+        Rows before the first sequence and past the last one, which are nobody's.
+    dtypes : tuple of str
+        Of the boundaries: int32 or int64.
+    max_seqlens : tuple of int or None
+        ``max_seqlen_q`` and ``max_seqlen_k`` of the call.
+    boundaries : tuple of tuple of int, or None
+        What the boundaries hold in the place of those that the lengths make, wrong ones too.
+
+    Examples
+    --------
+    >>> packed = Packed((3, 0, 2), (1, 4, 2), before=(0, 5))
+    >>> packed.totals, packed.numbers[1]
+    ((5, 12), (5, 6, 10, 12))
+    """
+
+    lengths_q: tuple[int, ...]
+    lengths_k: tuple[int, ...]
+    before: tuple[int, int] = (0, 0)
+    after: tuple[int, int] = (0, 0)
+    dtypes: tuple[str, str] = ("int32", "int32")
+    max_seqlens: tuple[int | None, int | None] = (None, None)
+    boundaries: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+    def __post_init__(self):
+        if min((*self.lengths_q, *self.lengths_k, *self.before, *self.after), default=0) < 0:
+            raise ValueError(f"lengths and rows must not be negative; got {self!r}")
+        for dtype in self.dtypes:
+            if dtype not in LENGTH_DTYPES:
+                raise ValueError(f"dtypes must be of {', '.join(LENGTH_DTYPES)}; got {dtype!r}")
+        if len(self.numbers[0]) != len(self.numbers[1]):
+            raise ValueError(f"there must be as many sequences of queries as of keys; got {self!r}")
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """Rows of q, and of k and v."""
+        return tuple(b + sum(n) + a for b, n, a in zip(self.before, (self.lengths_q, self.lengths_k), self.after, strict=True))
+
+    @property
+    def numbers(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What the boundaries hold."""
+        made = (tuple(accumulate(n, initial=b)) for b, n in zip(self.before, (self.lengths_q, self.lengths_k), strict=True))
+        return self.boundaries or tuple(made)
+
+    @property
+    def batch(self) -> int:
+        """How many sequences there are."""
+        return len(self.numbers[0]) - 1
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """Of the sequences that a call sees, whatever the boundaries hold."""
+        read = (np.diff(reference.boundaries(n, total)) for n, total in zip(self.numbers, self.totals, strict=True))
+        return tuple(int(lengths.max(initial=0)) for lengths in read)
+
+    @classmethod
+    def from_json(cls, data: dict) -> Packed:
+        """Of what `dataclasses.asdict` makes, as JSON returns it."""
+
+        def fixed(x):
+            return tuple(map(fixed, x)) if isinstance(x, list) else x
+
+        return cls(**{name: fixed(x) for name, x in data.items()})
+
+    def __repr__(self) -> str:
+        return _short_repr(self)
+
+
+@dataclass(frozen=True, slots=True)
 class Case:
     """A complete forward problem, ready to be run.
 
     Attributes
     ----------
     dtype, batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim, head_dim_v
-        As in `numbaflash.problem.Problem`.
+        As in `numbaflash.problem.Problem`; of packed sequences, ``batch`` and the two lengths have no meaning.
     scale, causal, window
         As `numbaflash.forward` takes them.
     values : str
@@ -164,7 +256,10 @@ class Case:
     lengths_q, lengths_k : str or None
         Recipes for ``seqlens_q`` and ``seqlens_k``, of `LENGTHS`; None for no such array.
     lengths_dtype : str
-    mask, bias, alibi_slopes, sinks, seqlens_q, seqlens_k : Placement
+    packed : Packed or None
+        The sequences of a `numbaflash.forward_varlen` call. There is no mask, no bias and no ``lengths_q`` then, and a batch entry of the others is a
+        sequence.
+    mask, bias, alibi_slopes, sinks, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k : Placement
 
     Examples
     --------
@@ -214,12 +309,15 @@ class Case:
     lengths_q: str | None = None
     lengths_k: str | None = None
     lengths_dtype: str = "int32"
+    packed: Packed | None = None
     mask: Placement = field(default_factory=Placement)
     bias: Placement = field(default_factory=Placement)
     alibi_slopes: Placement = field(default_factory=Placement)
     sinks: Placement = field(default_factory=Placement)
     seqlens_q: Placement = field(default_factory=Placement)
     seqlens_k: Placement = field(default_factory=Placement)
+    cu_seqlens_q: Placement = field(default_factory=Placement)
+    cu_seqlens_k: Placement = field(default_factory=Placement)
 
     def __post_init__(self):
         for name, allowed in (
@@ -240,11 +338,25 @@ class Case:
         for name in dict.fromkeys(("out", "lse", *self.results)):
             if 0 in getattr(self, name).step:
                 raise ValueError(f"{name} must not be broadcast: a step of 0 makes several results share one element")
+        if self.packed is not None:
+            for name in ("mask_shape", "bias_shape", "lengths_q", "lengths_k"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} must be None for packed sequences; got {getattr(self, name)!r}")
 
     @property
     def problem(self) -> Problem:
-        """The validated problem; raises what `numbaflash.forward` would raise for it."""
+        """The validated problem; raises what `numbaflash.forward`, or `numbaflash.forward_varlen`, would raise for it."""
         options = {name: value for name, value in self.options.items() if name != "seed"}
+        if self.packed is not None:
+            total_q, total_k = self.packed.totals
+            return make_packed_problem(
+                (total_q, self.heads, self.head_dim),
+                (total_k, self.kv_heads, self.head_dim),
+                (total_k, self.kv_heads, self.head_dim_v),
+                (self.dtype,) * 3,
+                **options,
+                **self._arrays_of_problem,
+            )
         return make_problem(
             (self.batch, self.seqlen_q, self.heads, self.head_dim),
             (self.batch, self.seqlen_k, self.kv_heads, self.head_dim),
@@ -259,13 +371,15 @@ class Case:
         """The keyword arguments of `numbaflash.forward`, but arrays, that say what is computed. Those beyond scale, causal and window only where
         they say something."""
         options = {"scale": self.scale, "causal": self.causal, "window": self.window}
+        if self.packed is not None:
+            options |= {f"max_seqlen_{name}": n for name, n in zip("qk", self.packed.max_seqlens, strict=True) if n is not None}
         if self.softcap is not None:
             options["softcap"] = self.softcap
         return options | ({"dropout": self.dropout, "seed": self.dropout_seed} if self.dropout else {})
 
     @property
     def _option_arrays(self) -> dict:
-        """(shape, dtype) of those of `OPTIONS` that the case has, as the caller has them."""
+        """(shape, dtype) of those of `ARRAYS` that the case has, as the caller has them."""
         softmax_dtype = "float64" if self.dtype == "float64" else "float32"
         found = {
             "mask": self.mask_shape is not None and (self.mask_shape, "bool"),
@@ -274,6 +388,8 @@ class Case:
             "sinks": self.with_sinks and ((self.heads,), softmax_dtype),
             "seqlens_q": self.lengths_q is not None and ((self.batch,), self.lengths_dtype),
             "seqlens_k": self.lengths_k is not None and ((self.batch,), self.lengths_dtype),
+            "cu_seqlens_q": self.packed is not None and ((self.packed.batch + 1,), self.packed.dtypes[0]),
+            "cu_seqlens_k": self.packed is not None and ((self.packed.batch + 1,), self.packed.dtypes[1]),
         }
         return {name: each for name, each in found.items() if each}
 
@@ -289,7 +405,7 @@ class Case:
 
     @property
     def option_arrays(self) -> tuple[str, ...]:
-        """The arrays of `OPTIONS` that the case has."""
+        """Those of `ARRAYS` that the case has."""
         return tuple(self._option_arrays)
 
     def shape_of(self, operand: str) -> tuple[int, ...]:
@@ -309,7 +425,9 @@ class Case:
 
     @property
     def work(self) -> int:
-        """Scores in the problem: what the time of the reference is proportional to."""
+        """Scores in the problem, of packed sequences in the padded one: what the time of the reference is proportional to."""
+        if self.packed is not None:
+            return self.packed.batch * self.heads * prod(self.packed.longest)
         return self.batch * self.heads * self.seqlen_q * self.seqlen_k
 
     def memory(self) -> dict[str, Memory]:
@@ -321,9 +439,10 @@ class Case:
         self._fill_options(memory)
         queries, keys = taking_part(problem, **self.given_options(memory))
         shapes = [_distinct(memory[name]) for name in "qkv"]
-        values = fill(self.values, self.dtype, np.random.default_rng(self.seed), *shapes)
-        for name, x, rows in zip("qkv", values, (queries, keys, keys), strict=True):
-            self._fill_input(memory[name], x, ~rows[..., None])
+        as_batch = shapes if self.packed is None else [(1, *shape) for shape in shapes]
+        values = fill(self.values, self.dtype, np.random.default_rng(self.seed), *as_batch)
+        for name, x, shape, rows in zip("qkv", values, shapes, (queries, keys, keys), strict=True):
+            self._fill_input(memory[name], x.reshape(shape), ~rows[..., None])
         return memory
 
     def given_options(self, memory) -> dict:
@@ -342,6 +461,7 @@ class Case:
 
     def _fill_options(self, memory):
         rng = np.random.default_rng((self.seed, 2))
+        boundaries = {} if self.packed is None else dict(zip(PACKED, self.packed.numbers, strict=True))
         capacity = {"seqlens_q": self.seqlen_q, "seqlens_k": self.seqlen_k}
         recipes = {"seqlens_q": self.lengths_q, "seqlens_k": self.lengths_k}
         bias = None
@@ -355,6 +475,8 @@ class Case:
                 values = fill_slopes(rng, shape)
             elif name == "sinks":
                 values = fill_sinks(rng, shape)
+            elif name in boundaries:
+                values = np.array(boundaries[name])
             else:
                 values = fill_lengths(recipes[name], dtype, rng, shape, capacity[name])
             self._fill_input(memory[name], values)
@@ -401,19 +523,15 @@ class Case:
             for name in ("window", "needs", "mask_shape", "bias_shape", "alibi_shape"):
                 if data.get(name) is not None:
                     data[name] = tuple(data[name])
+            if data.get("packed") is not None:
+                data["packed"] = Packed.from_json(data["packed"])
             return cls(**data)
         except (TypeError, AttributeError) as error:
             raise ValueError(f"not a case: {error}") from None
 
     def __repr__(self) -> str:
         """A Python expression that makes the case again, defaults left out."""
-        shown = []
-        for f in fields(self):
-            value = getattr(self, f.name)
-            plain = f.default_factory() if callable(f.default_factory) else f.default
-            if value != plain:
-                shown.append(f"{f.name}={_placement_repr(value) if isinstance(value, Placement) else repr(value)}")
-        return f"{type(self).__name__}({', '.join(shown)})"
+        return _short_repr(self)
 
     def _repr_pretty_(self, printer, cycle):
         """What Hypothesis and IPython print."""
@@ -422,7 +540,8 @@ class Case:
     def snippet(self, *, family=None, library="numpy") -> str:
         """Python source that runs the case again."""
         run = "run_case" if self.direction == "forward" else "run_backward_case"
-        return f"from numbaflash.testing import {type(self).__name__}, Placement, {run}\n\n{run}({self!r}, family={family!r}, library={library!r})\n"
+        names = ", ".join((type(self).__name__, *(("Packed",) if self.packed is not None else ()), "Placement", run))
+        return f"from numbaflash.testing import {names}\n\n{run}({self!r}, family={family!r}, library={library!r})\n"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -485,7 +604,7 @@ class BackwardCase(Case):
         memory = Case.memory(self)
         problem, options = self.problem, self.given_options(memory)
         dead = ~rows_within_lengths(problem, **options) if problem.sinks else ~taking_part(problem, **options)[0]
-        by_head = np.moveaxis(dead, 2, 1)
+        by_head = np.moveaxis(dead, -1, -2)
         rng = np.random.default_rng((self.seed, 1))
         for name, unseen in (("dout", dead[..., None]), ("dlse", by_head)):
             if name in memory:
@@ -516,14 +635,18 @@ def touched(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
 def visible_pairs(problem: Problem, **options) -> np.ndarray:
     """Boolean (batch, heads, seqlen_q, seqlen_k): which query sees which key; ``options`` as `numbaflash.reference.forward` takes them."""
     seen = np.empty((problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k), bool)
-    arrays = {name: options[name] for name in problem.options}
+    arrays = _arrays(problem, options)
     for b, h in np.ndindex(problem.batch, problem.heads):
         seen[b, h] = reference.visible(problem, b, h, **arrays)
     return seen
 
 
 def taking_part(problem: Problem, **options) -> tuple[np.ndarray, np.ndarray]:
-    """Boolean (batch, seqlen_q, heads) and (batch, seqlen_k, kv_heads): queries that see a key, keys that a query of their group sees."""
+    """Boolean (batch, seqlen_q, heads) and (batch, seqlen_k, kv_heads), or (total, heads) of packed sequences: queries that see a key, keys that a
+    query of their group sees."""
+    if problem.packed:
+        packing = reference.Packing.of(problem, reference.check_options(problem, _arrays(problem, options)))
+        return tuple(packing.rows(x, name, False) for x, name in zip(taking_part(packing.padded, **packing.options), "qk", strict=True))
     if not {"mask", "seqlens_q", "seqlens_k"} & set(problem.options):
         queries, keys = touched(problem)
         return np.broadcast_to(queries[:, None], problem.q_shape[:3]), np.broadcast_to(keys[:, None], problem.k_shape[:3])
@@ -532,16 +655,28 @@ def taking_part(problem: Problem, **options) -> tuple[np.ndarray, np.ndarray]:
     return np.moveaxis(seen.any(axis=3), 2, 1), np.moveaxis(keys, 2, 1)
 
 
+def _arrays(problem, options):
+    return {name: options[name] for name in problem.options}
+
+
 def rows_within_lengths(problem: Problem, **options) -> np.ndarray:
-    """Boolean (batch, seqlen_q, heads): queries that are no padding."""
+    """Boolean (batch, seqlen_q, heads), or (total_q, heads): queries that are no padding, or a sequence's."""
+    if problem.packed:
+        packing = reference.Packing.of(problem, reference.check_options(problem, _arrays(problem, options)))
+        return packing.rows(rows_within_lengths(packing.padded, **packing.options), "q", False)
     ends = np.array([reference.lengths(problem, b, **options)[0] for b in range(problem.batch)], np.int64)
     return np.broadcast_to((np.arange(problem.seqlen_q) < ends[:, None])[..., None], problem.q_shape[:3])
 
 
-def _placement_repr(placement) -> str:
-    plain = Placement()
-    shown = [f"{f.name}={getattr(placement, f.name)!r}" for f in fields(placement) if getattr(placement, f.name) != getattr(plain, f.name)]
-    return f"Placement({', '.join(shown)})"
+def _short_repr(x) -> str:
+    """A Python expression that makes a dataclass again, defaults left out."""
+    shown = []
+    for f in fields(x):
+        value = getattr(x, f.name)
+        plain = f.default_factory() if callable(f.default_factory) else f.default
+        if plain is MISSING or value != plain:
+            shown.append(f"{f.name}={value!r}")
+    return f"{type(x).__name__}({', '.join(shown)})"
 
 
 @cache

@@ -280,7 +280,7 @@ class _Search:
             "backward": case.direction == "backward",
             "strided": any(getattr(case, name) != Placement() for name in "qkv"),
             "nan/inf hidden": case.hidden != "finite",
-            "no keys": case.seqlen_k == 0,
+            "no keys": case.problem.rows_k == 0,
         }
         self.seen.update(name for name, present in options.items() if present)
         self.seen.update(case.problem.features)

@@ -51,9 +51,9 @@ def run_case(
     library : str
         One of `LIBRARIES`.
     kernel : callable, optional
-        ``kernel(q, k, v, scale=..., causal=..., window=...)``, with the options that the case has by keyword, returning ``out`` or
-        ``(out, lse)`` (lse natural, (batch, heads, seqlen_q)), checked instead of `numbaflash.forward`. ``out=`` and ``lse=`` are not handed
-        to it.
+        ``kernel(q, k, v, scale=..., causal=..., window=...)``, with the options that the case has by keyword (boundaries of packed sequences
+        among them), returning ``out`` or ``(out, lse)`` (lse natural, (batch, heads, seqlen_q)), checked instead of `numbaflash.forward`, or
+        `numbaflash.forward_varlen`. ``out=`` and ``lse=`` are not handed to it.
     device : int
         CUDA device ordinal for libraries on the GPU.
     known : Expected, optional
@@ -147,12 +147,13 @@ def run_backward_case(
     if kernel is None and case.give_out:
         given = {name: arrays[name] for name in case.results if name in arrays}
     with dispatch.use_family(family):
-        result = (kernel or _backward)(*inputs, **options, **given)
+        backward = kernel or _own(case)
+        result = backward(*inputs, **options, **given)
         results = dict(zip(case.results, result, strict=True))
         if kernel is None:
             _check_gradients(case, given, inputs[1], results)
         if case.deterministic:
-            _check_repeats(results, (kernel or _backward)(*inputs, **options))
+            _check_repeats(results, backward(*inputs, **options))
     if known is None:
         exact = {name: _exact(case, operands, name) for name in ("dout", *"qkv", "dlse") if name in operands.memory}
         known = expected_gradients(case.problem, **exact, **case.given_options(operands.memory))
@@ -161,10 +162,11 @@ def run_backward_case(
     return accuracy
 
 
-def _backward(*arrays, **options):
-    from .. import backward
+def _own(case):
+    """The function of numbaflash that computes a case."""
+    import numbaflash
 
-    return backward(*arrays, **options)
+    return getattr(numbaflash, case.direction if case.packed is None else f"{case.direction}_varlen")
 
 
 def _check_gradients(case, given, q, results):
@@ -184,9 +186,7 @@ def _check_repeats(first, second):
 
 
 def _forward(case, q, k, v, more):
-    from .. import forward
-
-    return forward(q, k, v, return_lse=case.return_lse, **case.options, **more)
+    return _own(case)(q, k, v, return_lse=case.return_lse, **case.options, **more)
 
 
 def _expected(case, operands):

@@ -11,12 +11,18 @@ except ImportError as error:
     raise ImportError("numbaflash.testing needs Hypothesis here: pip install hypothesis") from error
 
 from ..dispatch import CPU, family
-from ..problem import DIFFERENTIABLE_OPTIONS, DTYPES, LENGTH_DTYPES, MAX_HEAD_DIM, NEEDS, make_problem
-from .cases import BackwardCase, Case, Placement
+from ..problem import DIFFERENTIABLE_OPTIONS, DTYPES, ITEMSIZE, LENGTH_DTYPES, MAX_HEAD_DIM, MAX_SEQLEN, NEEDS, make_problem
+from ..problem import PACKED as BOUNDARIES
+from .cases import BackwardCase, Case, Packed, Placement
 from .values import BIASES, HIDDEN, LENGTHS, MASKS, RECIPES
 
 FEATURES = ("mask", "block_mask", "bias", "alibi_slopes", "softcap", "sinks", "dropout", "seqlens_q", "seqlens_k")
 """Options that `problems` draws when it is asked to, by the names of the arguments."""
+
+PACKED = "packed"
+"""What it is asked for packed sequences by, which have those of `OF_SEQUENCES`."""
+
+OF_SEQUENCES = ("alibi_slopes", "softcap", "sinks", "dropout")
 
 EDGES = (15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 175, 176, 177, 191, 192, 193, 255, 256, 257)
 """Lengths around the tile sizes of the kernels."""
@@ -102,12 +108,15 @@ def problems(
     empty : bool
         Now and then a size of zero.
     options : sequence of str
-        Of `FEATURES`: each of them is there in about half of the cases.
+        Of `FEATURES` and `PACKED`: each of them is there in about half of the cases. Packed sequences have none but `OF_SEQUENCES`.
 
     Returns
     -------
     strategy of Case
     """
+    unknown = set(options) - {*FEATURES, PACKED}
+    if unknown:
+        raise ValueError(f"options must be of {', '.join((*FEATURES, PACKED))}; got {', '.join(sorted(unknown))}")
     dims = st.one_of(st.sampled_from(HEAD_DIMS), st.integers(1, MAX_HEAD_DIM)) if head_dims is None else st.sampled_from(sorted(head_dims))
     dtype = draw(st.sampled_from(tuple(dtypes)))
     seqlen_k = draw(lengths(min(max_seqlen, work)))
@@ -146,19 +155,54 @@ def problems(
         return_lse=draw(st.sampled_from((True, True, False))),
         seed=draw(st.integers(0, 2**16)),
     )
-    unknown = set(options) - set(FEATURES)
-    if unknown:
-        raise ValueError(f"options must be of {', '.join(FEATURES)}; got {', '.join(sorted(unknown))}")
-    case = replace(case, **_features(draw, case, [name for name in FEATURES if name in options and draw(st.booleans())]))
+    possible = FEATURES
+    if PACKED in options and draw(st.booleans()):
+        case, possible = _packed(draw, case, work, empty), OF_SEQUENCES
+    case = replace(case, **_features(draw, case, [name for name in possible if name in options and draw(st.booleans())]))
     if not strided:
         return case
-    return replace(case, **_layouts(draw, case, case.present, broadcast=("q", "k", "v", *case.option_arrays)))
+    broadcast = {"q", "k", "v", *case.option_arrays} - set(BOUNDARIES)
+    return replace(case, **_layouts(draw, case, case.present, broadcast))
+
+
+def _packed(draw, case, work, empty):
+    """The case with packed sequences, at most as long as its own, in the place of a batch."""
+    most = min(8, work // max(1, case.heads * case.seqlen_q * case.seqlen_k))
+    count = draw(st.sampled_from((*range(1, max(2, most + 1)), *((0,) if empty else ()))))
+    lengths_q, lengths_k = (draw(st.lists(_sequence_lengths(n, empty), min_size=count, max_size=count)) for n in (case.seqlen_q, case.seqlen_k))
+    if draw(st.booleans()):
+        lengths_k = [min(n, case.seqlen_k) for n in lengths_q]
+    gaps = st.one_of(st.just((0, 0)), st.tuples(st.integers(0, 9), st.integers(0, 70)))
+    told = [draw(st.sampled_from((None, max(n, default=0), 1, MAX_SEQLEN))) for n in (lengths_q, lengths_k)]
+    dtypes = tuple(draw(st.sampled_from(LENGTH_DTYPES)) for _ in "qk")
+    packed = Packed(tuple(lengths_q), tuple(lengths_k), draw(gaps), draw(gaps), dtypes, tuple(told))
+    wrong = draw(st.integers(0, 7)) == 7
+    plain = {f.name: f.default for f in fields(Case) if f.name in ("batch", "seqlen_q", "seqlen_k")}
+    case = replace(case, **plain, packed=packed)
+    if wrong:
+        numbers = zip(packed.totals, dtypes, strict=True)
+        spoilt = tuple(tuple(draw(st.lists(_wrong_boundary(*each), min_size=count + 1, max_size=count + 1))) for each in numbers)
+        other = replace(case, packed=replace(packed, boundaries=spoilt))
+        case = other if other.work <= 4 * work else case  # one of them may have all rows
+    return case
+
+
+def _sequence_lengths(longest, empty):
+    shortest = 0 if empty or not longest else 1
+    return st.one_of(st.integers(shortest, longest), st.just(longest))
+
+
+def _wrong_boundary(total, dtype):
+    """Any number: within the rows, beside them, or as far away as the dtype allows."""
+    largest = 2 ** (8 * ITEMSIZE[dtype] - 2)  # in float64, too
+    return st.one_of(st.integers(0, total), st.integers(-3, total + 3), st.sampled_from((-largest, largest)))
 
 
 def _features(draw, case, names):
     """The fields of a case that say which options it has, and what they hold."""
     fields = {}
-    full = (case.batch, case.heads, case.seqlen_q, case.seqlen_k)
+    batch = case.batch if case.packed is None else case.packed.batch
+    full = (batch, case.heads, case.seqlen_q, case.seqlen_k)
     for name in names:
         if name == "mask":
             fields |= {"mask_shape": _broadcast_shape(draw, full), "mask_values": draw(st.sampled_from(MASKS))}
@@ -173,7 +217,7 @@ def _features(draw, case, names):
                 "bias_dtype": draw(st.sampled_from(kinds)),
             }
         elif name == "alibi_slopes":
-            fields |= {"alibi_shape": draw(st.sampled_from(((case.heads,), (case.batch, case.heads))))}
+            fields |= {"alibi_shape": draw(st.sampled_from(((case.heads,), (batch, case.heads))))}
         elif name == "softcap":
             fields |= {"softcap": draw(st.sampled_from((1.0, 30.0, 0.25, 1000.0)))}
         elif name == "sinks":
