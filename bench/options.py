@@ -1,7 +1,7 @@
 """What each option costs beside the plain kernel, and beside the peers that have it: ``python -m bench.options``.
 
-Every scenario is timed in one run, libraries in turn (`bench.timing`), our plain kernel on the same cell among them. Results are compared with float64
-on the last rows of the first and last head before they are timed, but for dropout, whose masks differ from library to library.
+Every scenario is timed in one run, libraries in turn (`bench.timing`), our plain kernel on the same cell among them. Results are compared with
+float64 on the last rows of the first and last head before they are timed, but for dropout, whose masks differ from library to library.
 """
 
 from __future__ import annotations

@@ -55,6 +55,7 @@ CASES = {
     "many short ones": case((1, 2, 0, 0, 1, 3, 1, 1, 0), (2, 1, 3, 0, 1, 2, 2, 1, 1), causal=True),
     "expected lengths": case(causal=True, told=(10, 12)),
     "longer than expected": case(causal=True, told=(1, 0), deterministic=True),
+    "none expected": case(causal=True, told=(0, 0)),
     "float64": case(dtype="float64", causal=True, head_dim=7, head_dim_v=9),
     "float16": case(dtype="float16", after=(2, 2)),
     "strides": case(cu_seqlens_q=Placement(step=(2,)), cu_seqlens_k=Placement(step=(-1,)), q=Placement(order=(1, 0, 2)), lse=Placement(pad=(0, 5))),
