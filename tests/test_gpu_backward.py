@@ -11,7 +11,7 @@ from attention import TOLERANCE, assert_close
 from test_gpu_arrays import NUMPY, Exporter, Interface, K, Lib, Q, V, foreign, result_kind, sleep, synchronize
 
 import numbaflash
-from numbaflash import call, reference, toolchain
+from numbaflash import call, dispatch, reference, testing, toolchain
 from numbaflash.problem import make_problem
 
 pytestmark = pytest.mark.skipif(toolchain.unavailable_reason() is not None, reason=f"no GPU: {toolchain.unavailable_reason()}")
@@ -249,6 +249,29 @@ def test_memory_grows_with_the_length_alone(cupy):
                 sizes.append(numbaflash.explain(x, x, x, causal=True, direction="backward", deterministic=deterministic).plan.workspace_bytes)
             print(dtype, deterministic, sizes)
             assert sizes[2] <= 2.5 * sizes[1] + 2**20 and sizes[1] <= 2.5 * sizes[0] + 2**20
+
+
+# Determinism
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_deterministic_gradients_of_sm90_are_the_same_bits_100_times(head_dim, causal):
+    """Many more tiles than run at once, which wait for each other. `simt` has the same in `test_simt_kernel`."""
+    torch = pytest.importorskip("torch")
+    if "torch-cuda" not in testing.gpu_libraries():
+        pytest.skip("torch sees no GPU")
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v, dout = (torch.randn(4, 2048, heads, head_dim, device="cuda", dtype=torch.bfloat16, generator=generator) for heads in (8, 4, 4, 8))
+    with dispatch.use_family("sm90"):
+        try:
+            out, lse = numbaflash.forward(q, k, v, causal=causal, return_lse=True)
+        except numbaflash.UnsupportedError as error:
+            pytest.skip(str(error))
+        first = numbaflash.backward(dout, q, k, v, out, lse, causal=causal, deterministic=True)
+        for _ in range(100):
+            again = numbaflash.backward(dout, q, k, v, out, lse, causal=causal, deterministic=True)
+            assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 # The host's cost
