@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -431,6 +432,7 @@ class GpuCall:
         self.abi, self.serving, self.launches, self.kinds, self.kept = abi, serving, [], [], []
         launch = lambda addresses, stream: self.launches.append((addresses, stream))  # noqa: E731
         monkeypatch.setattr(serving, "forward_launch", lambda *kind: self.kinds.append(kind) or launch)
+        monkeypatch.setattr(serving, "forward_plan", lambda *kind: SimpleNamespace(workspace_bytes=needed))
         monkeypatch.setattr(serving, "backward_launch", lambda *kind: self.kinds.append(kind) or (launch, needed))
 
     def buffer(self, x):
@@ -458,7 +460,8 @@ def test_a_gpu_gets_addresses_in_the_order_of_the_operands(monkeypatch):
     told = {"arrays": ["mask", "sinks"], "dropout": 0.5}
     (addresses, stream), *others = call.run("forward", told, (q, k, v, mask, sinks), (out,), seed=2**64 - 1)
     assert stream == 77 and not others
-    assert addresses == (*(x.ctypes.data for x in (q, k, v, out)), 0, mask.ctypes.data, sinks.ctypes.data, 2**64 - 1)
+    no_lse = no_workspace = 0
+    assert addresses == (*(x.ctypes.data for x in (q, k, v, out)), no_lse, mask.ctypes.data, sinks.ctypes.data, 2**64 - 1, no_workspace)
     options, with_lse, shapes, dtypes, kind, index, _ = call.kinds[0]
     assert not with_lse and shapes == ((B, SQ, H, D), (B, SK, HK, D), (B, SK, HK, DV), (SQ, SK), (H,)) and (kind, index) == ("cuda", 0)
     assert dtypes == ("float32",) * 3 + ("bool", "float32")
