@@ -340,11 +340,11 @@ def main():
     import packed_cases
     from hypothesis import HealthCheck, given, settings
 
-    from numbaflash import dispatch, testing
+    from numbaflash import testing
     from numbaflash.dispatch import CPU
-    from numbaflash.problem import FEATURES
+    from numbaflash.testing.strategies import FEATURES, PACKED
 
-    options = tuple(name for name in FEATURES if name in dispatch.family("simt").FEATURES)
+    options = (*FEATURES, PACKED)
     failed = False
     for name, case in cases().items():
         failed |= report(name, lambda case=case: testing.run_case(case, "simt", "numpy"))

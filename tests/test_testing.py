@@ -499,6 +499,23 @@ def test_gradients_of_what_sees_nothing_are_exact():
         check_backward(case, dk=dk, known=known)
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_gradients_of_sinks_without_keys(library):
+    """Of dlse alone; NaN in dout is NaN there, as it is beside keys."""
+    case = BackwardCase(batch=2, seqlen_q=3, seqlen_k=0, heads=2, with_sinks=True, needs=("sinks",), with_dlse=True, seed=1)
+    arrays, options = option_inputs(case)
+    arrays = {name: arrays[name] for name in ("dout", *"qkv", "dlse")}
+    convert = pytest.importorskip("torch").tensor if library == "torch" else np.array
+    exact = reference.backward(case.problem, **arrays, **options)[3]
+    known = expected_gradients(case.problem, **{name: convert(x) for name, x in arrays.items()}, **options)
+    np.testing.assert_allclose(known.dsinks, exact)
+    arrays["dout"][1, 2, 0, 5] = np.nan
+    known = expected_gradients(case.problem, **{name: convert(x) for name, x in arrays.items()}, **options)
+    assert np.isnan(known.dsinks[0]) and known.dsinks[1] == pytest.approx(exact[1])
+    del arrays["dlse"]
+    assert (expected_gradients(case.problem, **arrays | {"dout": np.ones_like(arrays["dout"])}, **options).dsinks == 0).all()
+
+
 def test_nan_in_gradients_stays_with_its_batch_entry_and_head():
     case = BackwardCase(batch=2, seqlen_q=6, seqlen_k=6, heads=4, kv_heads=2, head_dim=4, head_dim_v=4, causal=True)
     values = {name: x for name, x in gradient_inputs(case).items() if name not in ("out", "lse")}

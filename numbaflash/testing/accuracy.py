@@ -349,9 +349,11 @@ def expected_gradients(problem: Problem, dout, q, k, v, dlse=None, *, seed: int 
     limits = {"largest": PRECISION[problem.dtype].largest, "largest_bias": PRECISION[problem.bias_dtype or problem.dtype].largest}
     if problem.sees_nothing or not problem.seqlen_k:
         known = {f"{name}{kind}": _new(xp, given["q"], problem.shape_of(name), xp.zeros) for name in names for kind in ("", "_tolerance")}
-        if not problem.sees_nothing and dlse is not None:
+        if not problem.sees_nothing:
             alive = _Scores(xp, problem, given["q"], options, seed).lse_without_keys() != -math.inf
-            terms = xp.where(alive, given["dlse"], 0.0)
+            with np.errstate(invalid="ignore"):
+                of_out = xp.moveaxis(0.0 * xp.sum(given["dout"], -1), 2, 1)  # out is 0, and 0 times NaN is NaN
+            terms = xp.where(alive, given.get("dlse", 0.0) - of_out, 0.0)
             known["dsinks"] = xp.sum(terms, (0, 2))
             known["dsinks_tolerance"] = 8 * PRECISION[problem.dtype].eps * problem.batch * problem.seqlen_q * xp.sum(abs(terms), (0, 2))
         return ExpectedGradients(**known, **limits)
