@@ -199,10 +199,10 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
             s = wait_scores(s) if is_first else wait_scores_before_dk(s)
             kept = draw(my.seat, m, head, my.options) if drops else no_kept()
             p, w = weights(s, words, mask_words, place, m, head, ring, my)
+            pds = pds_slot(my.pds, place)
             p16 = to_16bit(p)
             if drops:
                 p16 = drop(p16, kept)
-            pds = pds_slot(my.pds, place)
             put_half(p16, pds, my.thread, my.first_query)
             dp = wait_value_scores(dp) if is_first else wait_value_scores_before_dk(dp)
             ds = gradients(w, dp, kept, place, m, ring, my)
