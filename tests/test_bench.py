@@ -790,6 +790,7 @@ def test_the_table_of_options():
     plain = {**record(ms=1.0), "option": "plain"}
     cost = {**record(ms=1.25), "option": "softcap"}
     peer = {**record("flex", ms=2.5), "option": "softcap"}
-    _, first, second = options.table([plain, cost, peer]).splitlines()
-    assert first.split() == ["plain", "forward", "1.000", "1.00", "-", "-"]
+    plain_beside = {**record(options.PLAIN, ms=1.0), "option": "softcap"}
+    _, first, second = options.table([plain, cost, peer, plain_beside]).splitlines()
+    assert first.split() == ["plain", "forward", "1.000", "-", "-", "-"]
     assert second.split() == ["softcap", "forward", "1.250", "0.80", "flex", "2.500", "2.00"]
