@@ -32,7 +32,7 @@ from numbaflash.kernels.sm90.config import MAX_SHARED, SharedMemory, forward_con
 from numbaflash.kernels.sm90.options import KEYS_OF_A_DRAW, ROUND_KEYS, kernel_keys
 from numbaflash.kernels.sm90.scores import LOG2E, Scores
 from numbaflash.problem import ITEMSIZE, make_packed_problem, make_problem, trim_keys
-from numbaflash.ptx import straight
+from numbaflash.ptx import fragment, straight
 from numbaflash.testing import BackwardCase, Case, Placement
 from numbaflash.testing.accuracy import spread_nonfinite
 from numbaflash.toolchain.launch import check_launch
@@ -1086,6 +1086,28 @@ def test_random_bits_keep_heads_apart():
     grouped = {"heads": 8, "kv_heads": 2, "causal": True}
     assert plan(128, **grouped).config.pack == 4
     assert plan(128, **grouped, dropout=0.1).config.pack == 1
+
+
+def test_the_polynomial_of_exp2():
+    """The steps of `straight.exp2_by_fma`, in float32."""
+    x = np.float32(np.concatenate([np.linspace(-126, 0, 200_001), [-127, -126.9, -1e30, -np.inf, np.nan]]))
+    bits = np.float32(1.5 * 2**23)
+    with np.errstate(invalid="ignore"):
+        clamped = np.where(np.isnan(x), x, np.maximum(x, np.float32(-127)))
+        sums = clamped + bits
+        rest, y = clamped - (sums - bits), np.float32(straight.EXP2_TERMS[-1])
+    for term in straight.EXP2_TERMS[-2::-1]:
+        y = y * rest + np.float32(term)
+    power = ((sums.view(np.int32).astype(np.int64) << 23) + 0x3F800000 & 0xFFFFFFFF).astype(np.uint32).view(np.float32)
+    got = y * power
+    assert np.abs(got[:-5] / np.exp2(x[:-5].astype(np.float64)) - 1).max() < 7.6e-5
+    assert (got[-5:-1] == 0).all() and np.isnan(got[-1]), "0 below, and NaN stays"
+
+
+@pytest.mark.parametrize("of_eight", range(9))
+def test_exponentials_by_fma_are_spread_evenly(of_eight):
+    chosen = [fragment.is_by_fma(i, of_eight) for i in range(64)]
+    assert sum(chosen) == 8 * of_eight and all(sum(chosen[i : i + 8]) == of_eight for i in range(0, 64, 8))
 
 
 @pytest.mark.parametrize("cap", [2.0, 1e6, 1e37])

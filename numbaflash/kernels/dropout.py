@@ -63,8 +63,8 @@ def float64_product(ops, x, multiplier, beside):
 def philox(ops, counters, keys, product=integer_product):
     """Straight-line body: four random words of each counter of four int32, from the keys of the rounds.
 
-    The counters go through each round together: in one alone every step waits for the one before. ``product`` gives the two words of a product, and
-    what it wants to be given beside a number that is made of the upper one.
+    The counters go through each round together, since in one alone every step waits for the one before (ptxas need not keep that order).
+    ``product`` gives the two words of a product, and what it wants to be given beside a number that is made of the upper one.
     """
     states = [[*counter, None, None] for counter in counters]
     for k0, k1 in keys:
