@@ -86,7 +86,7 @@ def forward(
         float32 (float64 for q of float64): one more logit a head, which joins the softmax of every query as a key without a value would.
     dropout : float, optional
         Probability, from 0 to below 1, that a weight is dropped after the softmax; kept ones are divided by ``1 - dropout``. It is taken to the
-        nearest multiple of 2**-16. The LSE is that without dropout.
+        nearest multiple of 2**-14 above 0 and below 1 (0 stays 0). The LSE is that without dropout.
     seed : int, optional
         Of the dropout mask, from 0 to below 2**64; needed with dropout. The mask depends on it and on batch entry, head, query and key alone, so
         it is the same in every kernel, and in `backward`.

@@ -93,7 +93,7 @@ def check_softcap_range(softcap, scale, dtype):
 
 
 def check_dropout(dropout) -> float:
-    """The probability as it is drawn: the nearest multiple of 2**-16 that is neither 0 nor 1, and 0 for 0."""
+    """The probability as it is drawn: the nearest multiple of 2**-14 that is neither 0 nor 1, and 0 for 0."""
     if isinstance(dropout, bool) or not isinstance(dropout, numbers.Real):
         raise TypeError(f"dropout must be a real number, the probability of a weight to be dropped; got {dropout!r}")
     if not 0 <= dropout < 1:
