@@ -157,7 +157,10 @@ def test_flash_attn_drops_by_torchs_generator():
         (ValueError, "window_size must be -1 .unbounded. or at least 0", {"window_size": (-2, 0)}),
         (TypeError, "causal must be True or False", {"causal": "top_left"}),
         (TypeError, "softcap must be a real number", {"softcap": "no"}),
+        (TypeError, "softcap must be a real number", {"softcap": False}),
         (ValueError, "dropout must be at least 0 and below 1", {"dropout_p": 1.0}),
+        (TypeError, "dropout must be a real number", {"dropout_p": None}),
+        (TypeError, "dropout must be a real number", {"dropout_p": False}),
         (TypeError, "alibi_slopes must be float32", {"alibi_slopes": torch.ones(4, dtype=torch.float64)}),
         (TypeError, "deterministic must be", {"deterministic": 1}),
         (TypeError, "return_attn_probs must be", {"return_attn_probs": 1}),
@@ -333,6 +336,7 @@ def test_xformers_refuses():
         (ValueError, "op must be None", {"op": ("a", "b")}),
         (numbaflash.UnsupportedError, "output_dtype must be that of query", {"output_dtype": torch.float16}),
         (ValueError, "dropout must be", {"p": 2}),
+        (TypeError, "dropout must be", {"p": None}),
     ):
         with pytest.raises(error, match=words):
             memory_efficient_attention(q, k, v, **options)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ..problem import PACKED, UnsupportedError
+from ..problem import PACKED, UnsupportedError, no_dropout
 from ..torch import attention, attention_varlen
 
 __all__ = ["memory_efficient_attention"]
@@ -71,7 +71,7 @@ def memory_efficient_attention(query, key, value, attn_bias=None, p=0.0, scale=N
         raise UnsupportedError(f"output_dtype must be that of query, {query.dtype}; got {output_dtype}. Convert the result")
     axes = query.dim()
     options = _options(attn_bias, axes)
-    if p:
+    if not no_dropout(p):
         options["dropout"] = p
     if axes == 5:
         _check_groups(query, key, value)
@@ -141,9 +141,7 @@ def _check_packed(mask, query, key, value):
     """The host knows the boundaries of a block-diagonal mask, and xformers wants them to end where the tensors do."""
     for name, x, of in (("query", query, mask.q_seqinfo), ("key", key, mask.k_seqinfo), ("value", value, mask.k_seqinfo)):
         if x.shape[0] != 1:
-            raise ValueError(
-                f"{name} must have a batch (axis 0) of 1 with {type(mask).__name__}, its sequences one after the other; got {x.shape[0]}"
-            )
+            raise ValueError(f"{name} must have a batch (axis 0) of 1 with {type(mask).__name__}; got {x.shape[0]}")
         if x.shape[1] != of.seqstart_py[-1]:
             raise ValueError(f"{name} must have the {of.seqstart_py[-1]} rows (axis 1) of the sequences of attn_bias; got {x.shape[1]}")
 

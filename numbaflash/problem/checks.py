@@ -101,6 +101,11 @@ def check_dropout(dropout) -> float:
     return min(max(round(float(dropout) * DROPOUT_STEPS), 1), DROPOUT_STEPS - 1) / DROPOUT_STEPS if dropout else 0.0
 
 
+def no_dropout(dropout) -> bool:
+    """Whether it is the number 0. Not so for False or an array of 0, whose truth could wait for a device: `check_dropout` refuses them."""
+    return type(dropout) in (float, int) and dropout == 0
+
+
 def check_seed(seed, dropout: float) -> int:
     """The 64-bit seed of a dropout mask; without dropout it may be None.
 
