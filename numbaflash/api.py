@@ -21,6 +21,7 @@ from .problem import (
     check_seed,
     check_softcap,
     check_window,
+    no_dropout,
 )
 
 __all__ = ["Explanation", "backward", "explain", "forward", "merge"]
@@ -86,7 +87,7 @@ def forward(
         float32 (float64 for q of float64): one more logit a head, which joins the softmax of every query as a key without a value would.
     dropout : float, optional
         Probability, from 0 to below 1, that a weight is dropped after the softmax; kept ones are divided by ``1 - dropout``. It is taken to the
-        nearest multiple of 2**-16. The LSE is that without dropout.
+        nearest multiple of 2**-14 above 0 and below 1 (0 stays 0). The LSE is that without dropout.
     seed : int, optional
         Of the dropout mask, from 0 to below 2**64; needed with dropout. The mask depends on it and on batch entry, head, query and key alone, so
         it is the same in every kernel, and in `backward`.
@@ -152,7 +153,7 @@ def forward(
         window = check_window(window)
     if return_lse is not False and return_lse is not True:
         return_lse = check_flag("return_lse", return_lse)
-    if not (softcap is mask is bias is alibi_slopes is sinks is seed is seqlens_q is seqlens_k is None and dropout == 0.0):
+    if not (softcap is mask is bias is alibi_slopes is sinks is seed is seqlens_q is seqlens_k is None and no_dropout(dropout)):
         others = {"bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
         arrays = mask_arrays(mask, q, k) | others
         options, seed = _check_options(library, q, arrays, scale, causal, window, softcap, dropout, seed)
@@ -353,7 +354,7 @@ def backward(
         window = check_window(window)
     if deterministic is not False and deterministic is not True:
         deterministic = check_flag("deterministic", deterministic)
-    if not (softcap is mask is bias is alibi_slopes is sinks is seed is seqlens_q is seqlens_k is None and dropout == 0.0):
+    if not (softcap is mask is bias is alibi_slopes is sinks is seed is seqlens_q is seqlens_k is None and no_dropout(dropout)):
         others = {"bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
         arrays = mask_arrays(mask, q, k) | others
         options, seed = _check_options(library, q, arrays, scale, causal, window, softcap, dropout, seed)

@@ -11,7 +11,7 @@ from .arrays import Facts, Library, library, one_library
 from .kernels.blocks import host, layout, rules
 from .problem import GRANULE, LENGTH_DTYPES, MAX_SEQLEN, check_window
 
-__all__ = ["BlockMask", "Counts", "given_mask", "mask_arrays"]
+__all__ = ["BlockMask", "Counts", "given_mask", "host_values", "mask_arrays"]
 
 UNBOUNDED = 2**30
 """A side of a window that excludes nothing."""
@@ -93,7 +93,7 @@ class BlockMask:
         shape = (*own[:2], *sizes)
         if _by_kernels(home, facts):
             return _on_device(cls, home, mask, facts, shape, rules.Pairs("bool"), 0, {}, {"mask": (mask, facts)})
-        values = _values(home, mask, "mask")
+        values = host_values(home, mask, "mask")
         return cls._of_host(home, mask, host.of_mask(shape, values.reshape(own)), shape)
 
     @classmethod
@@ -246,7 +246,7 @@ class BlockMask:
             raise ValueError("ids_q and ids_k must lie on one device; got " + " and ".join(each.place for _, each in given.values()))
         if _by_kernels(home, facts):
             return _on_device(cls, home, like, facts, shape, rule, offset, numbers, given)
-        values = {name: _values(home, x, "an array of the rule").reshape(each.shape) for name, (x, each) in given.items()}
+        values = {name: host_values(home, x, "an array of the rule").reshape(each.shape) for name, (x, each) in given.items()}
         words = host.of_rule(shape, rule, offset, numbers, values.get("of_queries"), values.get("of_keys"))
         return cls._of_host(home, like, words, shape)
 
@@ -279,7 +279,7 @@ class BlockMask:
         return home.from_host(self.words, host.dense(self._host_words(), self.shape))
 
     def _host_words(self):
-        return _values(library(self.words, "mask"), self.words, "mask")
+        return host_values(library(self.words, "mask"), self.words, "mask")
 
     def __repr__(self):
         batch, heads, seqlen_q, seqlen_k = self.shape
@@ -355,7 +355,7 @@ def _with_batch(facts: Facts) -> Facts:
     return Facts(facts.address, (1, *facts.shape), (0, *facts.strides), facts.dtype, facts.kind, facts.index, facts.readonly)
 
 
-def _values(home: Library, x, name):
+def host_values(home: Library, x, name):
     found = home.values(x)
     if found is None:
         raise TypeError(f"{name} is traced: its values are not known, and a BlockMask depends on them. Build the mask outside of the traced function")

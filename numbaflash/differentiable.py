@@ -6,7 +6,7 @@ import sys
 
 from . import api
 from .arrays import LIBRARIES, one_library
-from .problem import check_flag
+from .problem import check_flag, no_dropout
 
 __all__ = ["attention"]
 
@@ -87,7 +87,7 @@ def attention(
     (1, 32, 4, 16)
     """
     options = {"scale": scale, "causal": causal, "window": window, "return_lse": return_lse}
-    if not (softcap is mask is bias is alibi_slopes is sinks is seed is seqlens_q is seqlens_k is None and dropout == 0):
+    if not (softcap is mask is bias is alibi_slopes is sinks is seed is seqlens_q is seqlens_k is None and no_dropout(dropout)):
         options |= {"softcap": softcap, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
         options |= {"dropout": dropout, "seed": seed, "seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
     torch = sys.modules.get("torch")

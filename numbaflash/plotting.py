@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from .arrays import library
-from .block_mask import BlockMask
+from .block_mask import BlockMask, host_values
 from .kernels.blocks import host
 from .kernels.blocks.layout import EMPTY, FULL, PARTIAL, granules
 from .problem import GRANULE, check_causal, check_window
@@ -48,7 +48,7 @@ def plot_mask(mask=None, *, causal=False, window=None, seqlen_q=None, seqlen_k=N
     ImportError
         Without matplotlib (``pip install matplotlib``).
     TypeError, ValueError
-        For a mask of another dtype, a batch entry or head that there is not, and lengths that nothing tells.
+        For a mask of another dtype or without elements, a batch entry or head that there is not, and lengths that nothing or something else tells.
 
     Examples
     --------
@@ -85,6 +85,9 @@ def plot_mask(mask=None, *, causal=False, window=None, seqlen_q=None, seqlen_k=N
 
 def _as_block_mask(mask, seqlen_q, seqlen_k) -> BlockMask:
     if isinstance(mask, BlockMask):
+        for name, given, own in zip(("seqlen_q", "seqlen_k"), (seqlen_q, seqlen_k), mask.shape[2:], strict=True):
+            if given not in (None, own):
+                raise ValueError(f"{name} must be that of the BlockMask, {own}, or left out; got {given!r}")
         return mask
     if mask is None:
         if seqlen_q is None:
@@ -93,16 +96,19 @@ def _as_block_mask(mask, seqlen_q, seqlen_k) -> BlockMask:
         seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
     home = library(mask, "mask")
     home.describe(mask, "mask")
-    if isinstance(mask, np.ndarray):
-        return BlockMask.from_mask(mask, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
-    return BlockMask.from_mask(np.asarray(home.values(mask)), seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    values = mask if isinstance(mask, np.ndarray) else host_values(home, mask, "mask")
+    return BlockMask.from_mask(values, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
 
 
 def _picture(mask, batch, head, causal, window):
     """(states of pairs or of blocks, whether they are those of pairs)."""
     batches, heads, queries, keys = mask.shape
+    if 0 in mask.shape:
+        raise ValueError(f"mask must have something to draw; got (batch, heads, seqlen_q, seqlen_k) = {mask.shape}")
     for name, given, count in (("batch", batch, batches), ("head", head, heads)):
-        if not isinstance(given, (int, np.integer)) or not (0 <= given < count or count == 1):
+        if isinstance(given, bool) or not isinstance(given, (int, np.integer)):
+            raise TypeError(f"{name} must be an integer; got {given!r}")
+        if given < 0 or (given >= count and count != 1):
             raise ValueError(f"{name} must be from 0 to {count - 1}; got {given!r}")
     words = mask._host_words()[batch if batches > 1 else 0, head if heads > 1 else 0][None, None]
     states = host.states(words, (1, 1, queries, keys))[0, 0]

@@ -268,6 +268,8 @@ BAD = [
     (TypeError, r"window right must be an integer or None .*; got True", (Q, K, V), {"window": (1, True)}),
     (TypeError, r"return_lse must be True or False; got 1", (Q, K, V), {"return_lse": 1}),
     (ValueError, r"dropout needs a seed", (Q, K, V), {"dropout": 0.1}),
+    (TypeError, r"dropout must be a real number.*; got False", (Q, K, V), {"dropout": False}),
+    (TypeError, r"dropout must be a real number.*; got array\(0.\)", (Q, K, V), {"dropout": np.array(0.0)}),
     # out, lse and stream
     (ValueError, r"out must have shape \(2, 9, 4, 24\); got \(2, 9, 4, 16\)", (Q, K, V), {"out": OUT[..., :16]}),
     (TypeError, r"out must have dtype float32; got float64", (Q, K, V), {"out": OUT.astype(np.float64)}),

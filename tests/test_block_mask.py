@@ -212,9 +212,24 @@ def test_plot():
     large = nf.plot_mask(BlockMask.block_causal(4096, block=256, like=LIKE), window=(500, 0)).images[0].get_array()
     assert large.shape == (64, 64) and large[10].tolist() == [0] * 2 + [2] * 2 + [1] * 6 + [2] + [0] * 53
     plt.close("all")
-    for error, call in ((ValueError, lambda: nf.plot_mask()), (ValueError, lambda: nf.plot_mask(RULES["documents"][0], batch=2))):
-        with pytest.raises(error):
-            call()
+    documents = RULES["documents"][0]
+    for error, message, mask, options in (
+        (ValueError, "seqlen_q must be given", None, {}),
+        (ValueError, "batch must be from 0 to", documents, {"batch": 2}),
+        (TypeError, "batch must be an integer; got True", documents, {"batch": True}),
+        (ValueError, "seqlen_k must be that of the BlockMask, .*; got 7", documents, {"seqlen_k": 7}),
+        (ValueError, "something to draw", None, {"seqlen_q": 0}),
+        (ValueError, "something to draw", np.ones((0, 1, 5, 5), bool), {}),
+    ):
+        with pytest.raises(error, match=message):
+            nf.plot_mask(mask, **options)
+
+
+def test_plot_of_a_traced_mask():
+    jax = pytest.importorskip("jax")
+    pytest.importorskip("matplotlib").use("Agg")
+    with pytest.raises(TypeError, match="traced"):
+        jax.jit(nf.plot_mask)(jax.numpy.ones((5, 5), bool))
 
 
 KERNELS = {

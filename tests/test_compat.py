@@ -6,6 +6,7 @@ The masks of xformers are stood in for by classes of the same names and attribut
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import subprocess
 import sys
@@ -156,7 +157,10 @@ def test_flash_attn_drops_by_torchs_generator():
         (ValueError, "window_size must be -1 .unbounded. or at least 0", {"window_size": (-2, 0)}),
         (TypeError, "causal must be True or False", {"causal": "top_left"}),
         (TypeError, "softcap must be a real number", {"softcap": "no"}),
+        (TypeError, "softcap must be a real number", {"softcap": False}),
         (ValueError, "dropout must be at least 0 and below 1", {"dropout_p": 1.0}),
+        (TypeError, "dropout must be a real number", {"dropout_p": None}),
+        (TypeError, "dropout must be a real number", {"dropout_p": False}),
         (TypeError, "alibi_slopes must be float32", {"alibi_slopes": torch.ones(4, dtype=torch.float64)}),
         (TypeError, "deterministic must be", {"deterministic": 1}),
         (TypeError, "return_attn_probs must be", {"return_attn_probs": 1}),
@@ -203,7 +207,32 @@ class LocalAttentionFromBottomRightMask(LowerTriangularMask):
         self.window_left, self.window_right = window_left, window_right
 
 
-class BlockDiagonalMask(LowerTriangularMask): ...
+class SeqLenInfo:
+    def __init__(self, lengths):
+        self.seqstart_py = [0, *itertools.accumulate(lengths)]
+        self.seqstart, self.max_seqlen = torch.tensor(self.seqstart_py, dtype=torch.int32), max(lengths, default=-1)
+
+
+class BlockDiagonalMask(LowerTriangularMask):
+    def __init__(self, lengths_q, lengths_k, window_size=None):
+        self.q_seqinfo, self.k_seqinfo = SeqLenInfo(lengths_q), SeqLenInfo(lengths_k)
+        if window_size is not None:
+            self._window_size = window_size
+
+
+class BlockDiagonalCausalMask(BlockDiagonalMask): ...
+
+
+class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask): ...
+
+
+class BlockDiagonalCausalLocalAttentionMask(BlockDiagonalCausalMask): ...
+
+
+class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalFromBottomRightMask): ...
+
+
+class BlockDiagonalPaddedKeysMask(BlockDiagonalMask): ...
 
 
 @pytest.mark.parametrize(
@@ -221,6 +250,35 @@ class BlockDiagonalMask(LowerTriangularMask): ...
 def test_xformers_masks(mask, limits, lengths):
     q, k, v = tensors((2, lengths[0], 3, 8), (2, lengths[1], 3, 8), (2, lengths[1], 3, 10))
     same(memory_efficient_attention(q, k, v, mask, scale=0.3), plain(q, k, v, scale=0.3, seen=band(*lengths, **limits))[0], q, k, v)
+
+
+@pytest.mark.parametrize(
+    "kind, limits",
+    [
+        (BlockDiagonalMask, {}),
+        (BlockDiagonalCausalMask, {"high": 0, "offset": 0}),
+        (BlockDiagonalCausalFromBottomRightMask, {"high": 0}),
+        (BlockDiagonalCausalLocalAttentionMask, {"low": -2, "high": 0, "offset": 0}),
+        (BlockDiagonalCausalLocalAttentionFromBottomRightMask, {"low": -2, "high": 0}),
+    ],
+)
+def test_xformers_packed_sequences(kind, limits):
+    lengths_q, lengths_k = (4, 0, 5, 1), (6, 2, 5, 7)
+    mask = kind(lengths_q, lengths_k, 3 if "low" in limits else None)
+    seen = torch.block_diag(*(band(n, m, **limits).expand(n, m) for n, m in zip(lengths_q, lengths_k, strict=True))).bool()
+    q, k, v = tensors((1, 10, 3, 8), (1, 20, 3, 8), (1, 20, 3, 10))
+    same(memory_efficient_attention(q, k, v, mask, scale=0.3), plain(q, k, v, scale=0.3, seen=seen)[0], q, k, v)
+    found = memory_efficient_attention(q[:, :, 0], k[:, :, 0], v[:, :, 0], mask)
+    same(found, plain(q[:, :, :1], k[:, :, :1], v[:, :, :1], seen=seen)[0][:, :, 0], q, k, v)
+    wide = [x.unsqueeze(2) for x in (q, k, v)]
+    same(memory_efficient_attention(*wide, mask), plain(q, k, v, seen=seen)[0].unsqueeze(2), q, k, v)
+    for message, arrays in (
+        ("query must have the 10 rows .axis 1. of the sequences of attn_bias; got 9", (q[:, 1:], k, v)),
+        ("key must have the 20 rows", (q, k[:, :3], v)),
+        (f"query must have a batch .axis 0. of 1 with {kind.__name__}", [x.expand(2, -1, -1, -1) for x in (q, k, v)]),
+    ):
+        with pytest.raises(ValueError, match=message):
+            memory_efficient_attention(*arrays, mask)
 
 
 def test_xformers_bias():
@@ -268,8 +326,8 @@ def test_xformers_refuses():
     for error, words, options in (
         (
             numbaflash.UnsupportedError,
-            "attn_bias must be None, a tensor, LowerTriangularMask, .*; got BlockDiagonalMask",
-            {"attn_bias": BlockDiagonalMask()},
+            "attn_bias must be None, a tensor, LowerTriangularMask, .*; got BlockDiagonalPaddedKeysMask",
+            {"attn_bias": BlockDiagonalPaddedKeysMask((5,), (9,))},
         ),
         (TypeError, "attn_bias must be None, a tensor or a mask of xformers; got str", {"attn_bias": "causal"}),
         (TypeError, "attn_bias must be of a float dtype; got torch.bool", {"attn_bias": torch.ones(1, 1, 5, 9, dtype=torch.bool)}),
@@ -278,6 +336,7 @@ def test_xformers_refuses():
         (ValueError, "op must be None", {"op": ("a", "b")}),
         (numbaflash.UnsupportedError, "output_dtype must be that of query", {"output_dtype": torch.float16}),
         (ValueError, "dropout must be", {"p": 2}),
+        (TypeError, "dropout must be", {"p": None}),
     ):
         with pytest.raises(error, match=words):
             memory_efficient_attention(q, k, v, **options)

@@ -327,9 +327,9 @@ def test_softcap_of_float64():
     assert problem(dtypes=("float64",) * 3, softcap=1e-300, scale=1e200).softcap == 1e-300
 
 
-def test_dropout_is_drawn_in_16_bits():
-    assert [check_dropout(p) for p in (0, 0.0, 0.5, 1e-9, 1 - 1e-12)] == [0.0, 0.0, 0.5, 2**-16, 1 - 2**-16]
-    assert abs(check_dropout(np.float32(0.1)) - 0.1) < 2**-17 and check_dropout(0.1) * 2**16 == round(0.1 * 2**16)
+def test_dropout_is_drawn_in_14_bits():
+    assert [check_dropout(p) for p in (0, 0.0, -0.0, 0.5, 1e-9, 1 - 1e-12)] == [0.0, 0.0, 0.0, 0.5, 2**-14, 1 - 2**-14]
+    assert abs(check_dropout(np.float32(0.1)) - 0.1) <= 2**-15 and check_dropout(0.1) * 2**14 == round(0.1 * 2**14)
     assert problem(dropout=0.5) == problem(dropout=0.5 + 1e-9) != problem(dropout=0.25)
 
 

@@ -352,9 +352,11 @@ def keeps(case, seed, b, h, i, j):
     p = case.problem.dropout
     if not p:
         return 1.0
-    words = reference.philox((j // 32 * 8 + j % 8, i // 16 * 8 + i % 8, h, b), seed)
-    half = int(words[j // 8 % 4]) >> (16 * (i // 8 % 2)) & 0xFFFF
-    return 1 / (1 - p) if (half ^ 0x8000) - 0x8000 >= 2**16 * p - 2**15 else 0.0
+    words = reference.philox((j // 32 * 4 + j % 8 // 2, i // 16 * 8 + i % 8, h, b), seed)
+    w = [int(word).to_bytes(4, "little") for word in words]
+    n, own = j // 8 % 4, 2 * (i // 8 % 2) + j % 2
+    of_others = {0: w[2][own] ^ w[3][own], 1: w[2][own] ^ w[3][(own + 1) % 4], 2: w[0][own] ^ w[1][own], 3: w[0][own] ^ w[1][(own + 1) % 4]}
+    return 1 / (1 - p) if w[n][own] % 64 * 256 + of_others[n] >= 2**14 * p else 0.0
 
 
 @settings(max_examples=60)

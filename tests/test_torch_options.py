@@ -191,6 +191,7 @@ def test_sdpa(kind):
         (ValueError, "bias must broadcast", {"bias": torch.ones(SQ, SK + 1)}),
         (UnsupportedError, "alibi_slopes requires a gradient", {"alibi_slopes": torch.ones(H, requires_grad=True)}),
         (ValueError, "dropout must be at least 0 and below 1; got 1", {"dropout": 1.0}),
+        (TypeError, "dropout must be a real number", {"dropout": torch.zeros(())}),
         (ValueError, "seed must be at least 0 and below 2", {"dropout": 0.1, "seed": -1}),
         (TypeError, "seqlens_k must be int32 or int64", {"seqlens_k": torch.ones(B)}),
     ],

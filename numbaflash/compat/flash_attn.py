@@ -15,7 +15,7 @@ import operator
 
 import torch
 
-from ..problem import UnsupportedError, check_flag
+from ..problem import UnsupportedError, check_flag, no_dropout
 from ..torch import attention, attention_varlen
 
 __all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func"]
@@ -86,13 +86,13 @@ def flash_attn_func(
 
 def _run(attend, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs):
     return_attn_probs = check_flag("return_attn_probs", return_attn_probs)
-    if return_attn_probs and dropout_p:
+    if return_attn_probs and not no_dropout(dropout_p):
         raise UnsupportedError(
             "return_attn_probs with dropout_p asks for the weights that were kept, a matrix of seqlen_q x seqlen_k, which is never computed as a "
             "whole. Leave out one of the two"
         )
     options = {"scale": softmax_scale, "causal": check_flag("causal", causal), "window": _window(window_size), "softcap": _softcap(softcap)}
-    if dropout_p:
+    if not no_dropout(dropout_p):
         options["dropout"] = dropout_p
     found = attend(**options, alibi_slopes=alibi_slopes, deterministic=deterministic, return_lse=return_attn_probs)
     if not return_attn_probs:
@@ -243,4 +243,4 @@ def _window(window_size):
 
 def _softcap(softcap):
     """None for no cap; what is no number is refused where all softcaps are."""
-    return None if isinstance(softcap, numbers.Real) and softcap <= 0 else softcap
+    return None if isinstance(softcap, numbers.Real) and not isinstance(softcap, bool) and softcap <= 0 else softcap

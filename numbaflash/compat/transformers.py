@@ -9,7 +9,7 @@ from __future__ import annotations
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from ..problem import UnsupportedError
+from ..problem import UnsupportedError, no_dropout
 from ..torch import attention
 
 __all__ = ["attention_forward", "register"]
@@ -108,7 +108,7 @@ def attention_forward(
     """
     _refuse(attention_mask, kwargs)
     options = {"scale": scaling, "softcap": softcap}
-    if dropout:
+    if not no_dropout(dropout):
         options["dropout"] = dropout
     if s_aux is not None:
         options["sinks"] = s_aux.double() if query.dtype.itemsize == 8 else s_aux.float()

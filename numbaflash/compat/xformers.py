@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from ..problem import UnsupportedError
-from ..torch import attention
+from ..problem import PACKED, UnsupportedError, no_dropout
+from ..torch import attention, attention_varlen
 
 __all__ = ["memory_efficient_attention"]
 
@@ -27,7 +27,9 @@ def memory_efficient_attention(query, key, value, attn_bias=None, p=0.0, scale=N
         What is added to the scores, a Tensor of a float dtype that broadcasts to (batch, heads, seqlen_q, seqlen_k), without the axis of heads
         or with groups as query has them, and differentiable; or a mask of xformers: ``LowerTriangularMask`` (aligned at the top left),
         ``LowerTriangularMaskWithTensorBias``, ``LowerTriangularFromBottomRightMask``, ``LowerTriangularFromBottomRightLocalAttentionMask``,
-        ``LocalAttentionFromBottomRightMask``.
+        ``LocalAttentionFromBottomRightMask``; or, for sequences that lie one after the other in a batch of 1, ``BlockDiagonalMask``,
+        ``BlockDiagonalCausalMask``, ``BlockDiagonalCausalFromBottomRightMask``, ``BlockDiagonalCausalLocalAttentionMask``,
+        ``BlockDiagonalCausalLocalAttentionFromBottomRightMask``, computed as `numbaflash.attention_varlen` does.
     p : float, optional
         Probability, below 1, that a weight is dropped; the seed comes from torch's generator of the CPU.
     scale : float, optional
@@ -47,7 +49,7 @@ def memory_efficient_attention(query, key, value, attn_bias=None, p=0.0, scale=N
     TypeError, ValueError
         For a wrong kind, dtype, shape or value.
     UnsupportedError
-        For other masks of xformers (the block-diagonal ones are packed batches, which are not here yet), another ``output_dtype``, and as
+        For other masks of xformers (block-diagonal ones with padded, gappy or paged keys), another ``output_dtype``, and as
         `numbaflash.torch.attention`.
 
     Examples
@@ -69,14 +71,19 @@ def memory_efficient_attention(query, key, value, attn_bias=None, p=0.0, scale=N
         raise UnsupportedError(f"output_dtype must be that of query, {query.dtype}; got {output_dtype}. Convert the result")
     axes = query.dim()
     options = _options(attn_bias, axes)
-    if p:
+    if not no_dropout(p):
         options["dropout"] = p
     if axes == 5:
         _check_groups(query, key, value)
         if "bias" in options:
             options["bias"] = _joined_groups(options["bias"], query)
     q, k, v = _joined_heads(query), *_shared_heads(key, value)
-    out = attention(q, k, v, scale=scale, **options)
+    if "cu_seqlens_q" in options:
+        _check_packed(attn_bias, query, key, value)
+        boundaries = [options.pop(name).to(query.device) for name in PACKED]
+        out = attention_varlen(q[0], k[0], v[0], *boundaries, scale=scale, **options).unsqueeze(0)
+    else:
+        out = attention(q, k, v, scale=scale, **options)
     return out[:, :, 0] if axes == 3 else out.unflatten(2, query.shape[2:4]) if axes == 5 else out
 
 
@@ -103,6 +110,16 @@ def _options(attn_bias, axes) -> dict:
     return options
 
 
+def _packed(**band):
+    """Options of a block-diagonal mask, whose blocks have this band."""
+    return lambda mask: {
+        **{f"cu_seqlens_{name}": of.seqstart for name, of in (("q", mask.q_seqinfo), ("k", mask.k_seqinfo))},
+        **{f"max_seqlen_{name}": max(of.max_seqlen, 0) for name, of in (("q", mask.q_seqinfo), ("k", mask.k_seqinfo))},
+        **band,
+        **({"window": (mask._window_size - 1, None)} if hasattr(mask, "_window_size") else {}),
+    }
+
+
 _KINDS = {
     "LowerTriangularMask": lambda mask: {"causal": "top_left"},
     "LowerTriangularMaskWithTensorBias": lambda mask: {
@@ -112,7 +129,21 @@ _KINDS = {
     "LowerTriangularFromBottomRightMask": lambda mask: {"causal": True},
     "LowerTriangularFromBottomRightLocalAttentionMask": lambda mask: {"causal": True, "window": (mask._window_size - 1, None)},
     "LocalAttentionFromBottomRightMask": lambda mask: {"window": (mask.window_left, mask.window_right)},
+    "BlockDiagonalMask": _packed(),
+    "BlockDiagonalCausalMask": _packed(causal="top_left"),
+    "BlockDiagonalCausalFromBottomRightMask": _packed(causal=True),
+    "BlockDiagonalCausalLocalAttentionMask": _packed(causal="top_left"),
+    "BlockDiagonalCausalLocalAttentionFromBottomRightMask": _packed(causal=True),
 }
+
+
+def _check_packed(mask, query, key, value):
+    """The host knows the boundaries of a block-diagonal mask, and xformers wants them to end where the tensors do."""
+    for name, x, of in (("query", query, mask.q_seqinfo), ("key", key, mask.k_seqinfo), ("value", value, mask.k_seqinfo)):
+        if x.shape[0] != 1:
+            raise ValueError(f"{name} must have a batch (axis 0) of 1 with {type(mask).__name__}; got {x.shape[0]}")
+        if x.shape[1] != of.seqstart_py[-1]:
+            raise ValueError(f"{name} must have the {of.seqstart_py[-1]} rows (axis 1) of the sequences of attn_bias; got {x.shape[1]}")
 
 
 def _check_groups(query, key, value):

@@ -36,6 +36,7 @@ from .checks import (
     check_softcap,
     check_window,
     gradient_missing,
+    no_dropout,
 )
 from .description import Problem, trim_keys
 from .names import (
@@ -96,5 +97,6 @@ __all__ = [
     "gradient_missing",
     "make_packed_problem",
     "make_problem",
+    "no_dropout",
     "trim_keys",
 ]

@@ -93,12 +93,17 @@ def check_softcap_range(softcap, scale, dtype):
 
 
 def check_dropout(dropout) -> float:
-    """The probability as it is drawn: the nearest multiple of 2**-16 that is neither 0 nor 1, and 0 for 0."""
+    """The probability as it is drawn: the nearest multiple of 2**-14 that is neither 0 nor 1, and 0 for 0."""
     if isinstance(dropout, bool) or not isinstance(dropout, numbers.Real):
         raise TypeError(f"dropout must be a real number, the probability of a weight to be dropped; got {dropout!r}")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must be at least 0 and below 1; got {dropout!r}")
     return min(max(round(float(dropout) * DROPOUT_STEPS), 1), DROPOUT_STEPS - 1) / DROPOUT_STEPS if dropout else 0.0
+
+
+def no_dropout(dropout) -> bool:
+    """Whether it is the number 0. Not so for False or an array of 0, whose truth could wait for a device: `check_dropout` refuses them."""
+    return type(dropout) in (float, int) and dropout == 0
 
 
 def check_seed(seed, dropout: float) -> int:

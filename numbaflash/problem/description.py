@@ -43,7 +43,7 @@ class Problem:
         There is one more logit a head, (heads,) of `lse_dtype`: it joins the softmax of each query as a key without a value would, and is
         neither capped, biased nor dropped.
     dropout : float
-        Probability of a weight to be dropped, a multiple of 2**-16; kept ones are divided by ``1 - dropout``. 0 is none. The seed is no part of
+        Probability of a weight to be dropped, a multiple of 2**-14; kept ones are divided by ``1 - dropout``. 0 is none. The seed is no part of
         the problem.
     seqlens_q, seqlens_k : str or None
         dtype of the (batch,) lengths, int32 or int64. Queries and keys from there on take no part; the values are known to the device alone.

@@ -54,7 +54,7 @@ def make_problem(
         to (batch, heads, seqlen_q, seqlen_k), heads being those of q; alibi_slopes float32, (heads,) or (batch, heads); sinks float32 (float64 for
         float64), (heads,); lengths int32 or int64, (batch,).
     dropout : float, optional
-        From 0 to below 1, taken to the nearest multiple of 2**-16 (but never to 0 or 1), of which results are exactly unbiased.
+        From 0 to below 1, taken to the nearest multiple of 2**-14 (but never to 0 or 1), of which results are exactly unbiased.
 
     Raises
     ------

@@ -7,7 +7,7 @@ from torch.autograd import forward_ad
 
 from ..arrays.torch import recorded
 from ..block_mask import BlockMask, mask_arrays
-from ..problem import CONSTANT_OPTIONS, NEEDS, PACKED, UnsupportedError, check_flag, gradient_missing
+from ..problem import CONSTANT_OPTIONS, NEEDS, PACKED, UnsupportedError, check_flag, gradient_missing, no_dropout
 from .autograd import Attention, forward_of
 from .nested import packed_of
 from .operators import record
@@ -92,7 +92,7 @@ def attention(
     """
     options = {"scale": scale, "causal": causal, "window": window}
     more = {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
-    if not (softcap is mask is bias is alibi_slopes is sinks is seed is seqlens_q is seqlens_k is None and dropout == 0):
+    if not (softcap is mask is bias is alibi_slopes is sinks is seed is seqlens_q is seqlens_k is None and no_dropout(dropout)):
         options |= {"softcap": softcap, "dropout": dropout, "seed": seed}
     if getattr(q, "is_nested", False) or getattr(k, "is_nested", False) or getattr(v, "is_nested", False):
         return _attend_nested(q, k, v, options, more, return_lse, deterministic)

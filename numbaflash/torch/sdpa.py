@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from ..problem import check_flag
+from ..problem import check_flag, no_dropout
 from .functions import attention
 
 
@@ -78,7 +78,7 @@ def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.
     query, key, value = _join_heads(query, key, value, enable_gqa)
     lead = _broadcast("leading axes", *(x.shape[:-3] for x in (query, key, value)))
     q, k, v = (x.expand(*lead, *x.shape[-3:]).flatten(0, -4).transpose(1, 2) for x in (query, key, value))
-    options = {"dropout": dropout_p} if dropout_p else {}
+    options = {} if no_dropout(dropout_p) else {"dropout": dropout_p}
     if attn_mask is not None:
         name = "mask" if attn_mask.dtype is torch.bool else "bias"
         options[name] = _mask_of_batch(attn_mask, (*lead, query.shape[-3], query.shape[-2], key.shape[-2]))
