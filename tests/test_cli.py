@@ -480,7 +480,6 @@ def test_fuzz_of_packed_sequences(tmp_path, capsys, monkeypatch):
 
 def test_fuzz_refuses(tmp_path, capsys):
     refused(capsys, "invalid choice: 'masks'", "fuzz", "--option", "masks")
-    refused(capsys, "invalid choice: 'block_mask'", "fuzz", "--option", "block_mask")
     refused(capsys, "minutes must be positive", "fuzz", "--minutes", "0")
     refused(capsys, "max_seqlen must be at least 1; got 0", "fuzz", "--max-seqlen", "0")
     refused(capsys, "library must be one of", "fuzz", "--library", "tensorflow")

@@ -598,5 +598,5 @@ def test_vmap_on_a_gpu_goes_part_by_part_where_it_does_not(monkeypatch):
 
 def test_a_workspace_for_another_gpu_is_refused(monkeypatch):
     call = FakeGpuCall(monkeypatch, batches=(2,), needed=lambda batch: 2001, room=2256)
-    with pytest.raises(ValueError, match="the gradients need 2001 bytes of workspace on GPU 0 and got 2256; it was traced for other GPUs"):
+    with pytest.raises(ValueError, match="the operation needs 2001 bytes of workspace on GPU 0 and got 2256; it was traced for other GPUs"):
         call.run()

@@ -12,8 +12,8 @@ from ..dispatch import FAMILIES
 from ..problem import DTYPES, FEATURES
 from .errors import CommandError, reported
 
-OPTIONS = (*(name for name in FEATURES if name != "block_mask"), "packed")
-"""What may be drawn, as `numbaflash.testing.problems` calls it: a mask is one of blocks, too."""
+OPTIONS = (*FEATURES, "packed")
+"""What may be drawn, as `numbaflash.testing.problems` calls it."""
 
 
 def add_parser(commands) -> argparse.ArgumentParser:
