@@ -21,7 +21,6 @@ from .problem import (
     check_seed,
     check_softcap,
     check_window,
-    no_dropout,
 )
 
 __all__ = ["Explanation", "backward", "explain", "forward", "merge"]
@@ -153,7 +152,7 @@ def forward(
         window = check_window(window)
     if return_lse is not False and return_lse is not True:
         return_lse = check_flag("return_lse", return_lse)
-    if not (softcap is mask is bias is alibi_slopes is sinks is seed is seqlens_q is seqlens_k is None and no_dropout(dropout)):
+    if not (softcap is mask is bias is alibi_slopes is sinks is seed is seqlens_q is seqlens_k is None and type(dropout) is float and dropout == 0.0):
         others = {"bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
         arrays = mask_arrays(mask, q, k) | others
         options, seed = _check_options(library, q, arrays, scale, causal, window, softcap, dropout, seed)
@@ -354,7 +353,7 @@ def backward(
         window = check_window(window)
     if deterministic is not False and deterministic is not True:
         deterministic = check_flag("deterministic", deterministic)
-    if not (softcap is mask is bias is alibi_slopes is sinks is seed is seqlens_q is seqlens_k is None and no_dropout(dropout)):
+    if not (softcap is mask is bias is alibi_slopes is sinks is seed is seqlens_q is seqlens_k is None and type(dropout) is float and dropout == 0.0):
         others = {"bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
         arrays = mask_arrays(mask, q, k) | others
         options, seed = _check_options(library, q, arrays, scale, causal, window, softcap, dropout, seed)

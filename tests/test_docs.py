@@ -116,9 +116,9 @@ def test_support_tables_are_what_the_families_say(page, name):
 
 
 def ratios_of_results(direction):
-    """The performance page, and of the files that it names the best peer's time over ours, and all times, for each cell."""
+    """The performance page, and of the files of whole runs that it names the best peer's time over ours, and all times, for each cell."""
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    files = re.findall(rf"`(bench/results/\S+h200-{direction}\S*\.jsonl)`", page)
+    files = re.findall(rf"`(bench/results/\S+h200-{direction}(?:-(?:bf16|fp16)-[\w-]+)?\.jsonl)`", page)  # not those of some cells anew
     times = {}
     for line in itertools.chain.from_iterable((ROOT / file).read_text(encoding="utf-8").splitlines() for file in files):
         record = json.loads(line)

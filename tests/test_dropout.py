@@ -110,6 +110,33 @@ def test_statistics(p):
         assert abs(both - q * q) < 6 * math.sqrt(q * q * (1 - q * q) / n) + 3 / n, "neighbours are independent"
 
 
+def test_any_two_of_a_block_are_independent():
+    """The 14 bits of a pair are sums of bits of the generator: those of two pairs are independent where no sum of the 28 is always 0."""
+    masks = []  # of the generator's 128 bits, those whose sum is a bit of a pair
+    for n, byte in itertools.product(range(4), range(4)):
+        masks.append([0] * 14)
+        for bit in range(128):
+            block = [signed((1 << bit >> 32 * word) & 0xFFFFFFFF) for word in range(4)]
+            bits = simulated(
+                lambda ops, n, byte, block: ops.two_bytes(dropout.first_bits(block[n]), dropout.second_words(ops, block)[n], byte), n, byte, block
+            )
+            for place in range(14):
+                masks[-1][place] |= (int(bits) >> place & 1) << bit
+    for one, other in itertools.combinations(masks, 2):
+        assert rank([*one, *other]) == 28
+
+
+def rank(masks):
+    """Of sums of bits, how many are independent."""
+    found = {}
+    for mask in masks:
+        while mask and mask.bit_length() in found:
+            mask ^= found[mask.bit_length()]
+        if mask:
+            found[mask.bit_length()] = mask
+    return len(found)
+
+
 def test_the_code_compiles_to_one_multiplication_a_product():
     """The body as GPU code: PTX with two wide products a round."""
 
