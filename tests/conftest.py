@@ -166,7 +166,13 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU")
 
 
+LONGEST = ("test_simt_simulator.py", "test_sm90_options.py", "test_simt_kernel.py")
+"""Files that go first: the last one of a run should not keep one worker busy while the others have nothing to do."""
+
+
 def pytest_collection_modifyitems(items):
+    place = {name: n for n, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
     for item in items:
         if "gpu" in item.keywords and gpu_library() is None:
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
