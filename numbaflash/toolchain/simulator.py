@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import threading
@@ -56,6 +57,41 @@ def _quick_switching():
         sys.setswitchinterval(before)
 
 
+class _Allocations(dict):
+    """A block's shared arrays, where a thread that finds one missing keeps others waiting until it has put it there.
+
+    In Numba's simulator two threads may both find it missing, and the one that is first then has an array of its own.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._missing = threading.Lock()
+
+    def get(self, place):
+        self._missing.acquire()
+        if place in self:
+            self._missing.release()
+        return super().get(place)
+
+    def __setitem__(self, place, array):
+        super().__setitem__(place, array)
+        self._missing.release()
+
+
+@functools.cache
+def allocate_once():
+    """Let a block's threads have the same shared arrays, whichever of them comes first."""
+    from numba.cuda.simulator.kernelapi import FakeCUDAShared
+
+    start = FakeCUDAShared.__init__
+
+    def start_with_a_lock(self, *args):
+        start(self, *args)
+        self._allocations = _Allocations()
+
+    FakeCUDAShared.__init__ = start_with_a_lock
+
+
 class SimulatedLaunch:
     """A kernel in the simulator with its prepared arguments; calls from several threads take turns."""
 
@@ -86,6 +122,7 @@ class SimulatedLaunch:
 
 def prepare(request: KernelRequest, parameters, *, grid, threads: int, shared_bytes: int = 0, device=None, operands=OPERANDS) -> SimulatedLaunch:
     """As `numbaflash.toolchain.prepare`, in the simulator."""
+    allocate_once()
     module, _, function = request.build.partition(":")
     source = getattr(importlib.import_module(module), function)(request.config)
     if source.threads != threads:
