@@ -230,7 +230,8 @@ _FLOAT64_TILES = (
     (256, Tile(warps=4, q_tile=4, kv_tile=8)),  # 48.5 KiB at D = 256
 )
 _SMALLEST_GOOD = 32  # keys of a tile; smaller ones are only for want of shared memory
-_MOST_SCORES = 32  # of a lane with options, which has p and ds at once: with 64, 80 to 700 bytes of registers would be spilled
+_MOST_SCORES = 32  # of a lane with options, which has p and ds at once: 64 would spill 80 to 700 bytes (and 32 with mask and dropout 160)
+
 _SIMULATOR_TILE = Tile(warps=2, q_tile=8, kv_tile=8, buffers=1)
 _SIMULATOR_WARP = 8
 
@@ -259,7 +260,10 @@ def choose_tile(problem: Problem, device: Device) -> Tile:
     compute = "float64" if problem.dtype == "float64" else "float32"
     tiles = fitting_tiles(compute, problem.head_dim, problem.head_dim_v, shared_limit(device))
     if Options.of(problem).of_products:
-        tiles = tuple(tile for tile in tiles if tile.q_tile * tile.kv_tile <= _MOST_SCORES * 32 * tile.warps)
+        options = Options.of(problem)
+        crowded = options.mask and options.dropout and max(problem.head_dim, problem.head_dim_v) > 64
+        most = _MOST_SCORES // 2 if crowded else _MOST_SCORES
+        tiles = tuple(tile for tile in tiles if tile.q_tile * tile.kv_tile <= most * 32 * tile.warps)
     tiles = tuple(tile for tile in tiles if tile.kv_tile < 2 * problem.seqlen_k) or tiles[-1:]
 
     def blocks(tile):
