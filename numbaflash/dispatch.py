@@ -18,7 +18,8 @@ FAMILIES = ("sm90", "simt", "cpu")
 """Kernel families, the preferred one first."""
 
 OPERANDS = ("q", "k", "v", "out", "lse")
-"""Arrays of a forward call without options, in the order in which a `Launch` takes their addresses. With a mask there is a workspace, last of all."""
+"""Arrays of a forward call without options, in the order in which a `Launch` takes their addresses. With a mask or packed sequences there
+is a workspace, last of all."""
 
 BACKWARD_OPERANDS = ("dout", "q", "k", "v", "out", "lse", "dlse", "dq", "dk", "dv", "workspace")
 """The same of a backward call."""
@@ -43,10 +44,10 @@ def operands(problem: Problem, direction: str = "forward") -> tuple[str, ...]:
 def operands_with(options: tuple[str, ...], dropout: bool, direction: str = "forward") -> tuple[str, ...]:
     """The same, of a problem with these arrays of `OPTIONS` and `PACKED`, with or without dropout."""
     workspace = BACKWARD_OPERANDS[-1:]
-    masked = any(name in options for name in MASKS)
+    prepared = any(name in options for name in (*MASKS, *PACKED))
     options += ("seed",) if dropout else ()
     if direction == "forward":
-        return OPERANDS + options + (workspace if masked else ())
+        return OPERANDS + options + (workspace if prepared else ())
     gradients = tuple(f"d{name}" for name in DIFFERENTIABLE_OPTIONS if name in options)
     return BACKWARD_OPERANDS[:-1] + options + gradients + workspace
 

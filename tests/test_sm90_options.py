@@ -633,14 +633,14 @@ class GradientModel:
             inside = slice(int(block) * config.q_block, (int(block) + 1) * config.q_block)
             rows, gradients = (padded(x[batch, inside, head], config.q_block) for x in (q, dout))
             shift, delta = shifts[batch, head, block], deltas[batch, head, block]
-            if config.cleans_queries:
-                rows[np.isinf(shift)], gradients[np.isinf(shift)] = 0, 0
             masked = not plain <= step < border
             if self.seen:
                 there = self.seen(batch, head)[inside, n * 64 : n * 64 + 64]
                 if not self.seen_of_group(batch, kv_head)[inside, n * 64 : n * 64 + 64].any():
                     continue
                 masked = not there.all() or there.shape[1] < 64
+            if config.cleans_queries if masked else config.cleans_plain_queries:
+                rows[np.isinf(shift)], gradients[np.isinf(shift)] = 0, 0
             with np.errstate(all="ignore"):
                 s, dp = keys @ rows.T, values @ gradients.T
             p, ds = (np.full((64, config.q_block), np.nan, np.float32) for _ in "pd")
@@ -945,7 +945,10 @@ def packed_plan(head_dim, head_dim_v=None, *, total=32768, batch=8, heads=8, kv_
 def test_packed_plans_compile_without_spills(head_dim, options):
     made = packed_plan(head_dim, **options)
     assert not sm90.supports(made.problem, H200)
-    assert_compiles(sm90.request(made), sm90.parameters(made), made.grid, made.threads, made.shared_bytes)
+    before, main = sm90.launches(made)
+    assert before[0].build.endswith("tickets:build") and before[2] == (1,) and made.workspace_bytes
+    for launch in (before, main):
+        assert_compiles(*launch)
 
 
 PACKED_BACKWARDS = (
@@ -968,6 +971,14 @@ def test_gradients_of_packed_plans_compile_without_spills(head_dim, options):
     assert not backward.supports(made.problem, H200)
     for launch in backward.launches(made):
         assert_compiles(*launch)
+
+
+def test_gradients_of_sequences_have_a_tile_a_block():
+    """Only the device knows how long tiles are: what is uneven is evened out as blocks start."""
+    for made in (packed_backward_plan(128), backward_plan(128, **PLANS["lengths"])):
+        grid = backward.launches(made)[1][2]
+        assert made.grid == grid == (kv_tiles(made.problem, made.config) * (1 if made.problem.packed else 2) * made.problem.kv_heads,)
+    assert backward_plan(128).grid == (H200.sm_count,)
 
 
 def test_packed_plans_fit_the_hardware():

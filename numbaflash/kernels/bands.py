@@ -125,7 +125,7 @@ class KeyBand:
     def _blocks(self, ops, tile, bounds):
         """(first, plain_first, plain_end, end): blocks that see a key of the tile; from the plain ones every query sees every key.
 
-        A tile that reaches past the last key has no plain blocks.
+        A tile that reaches past the last key has no plain blocks. Of ``padded`` ones, plain blocks hold no padding of queries either.
         """
         seqlen_q, seqlen_k, offset, left, right = bounds
         key = tile * self.kv_tile
@@ -142,6 +142,8 @@ class KeyBand:
             plain_first = ops.maximum(ops.minimum((last_key - offset - right + (self.q_block - 1)) // self.q_block, end), first)
         if self.left:
             plain_end = ops.maximum(ops.minimum((key - offset + left + 1) // self.q_block, end), plain_first)
+        if self.padded:
+            plain_end = ops.maximum(ops.minimum(plain_end, seqlen_q // self.q_block), plain_first)
         whole = last_key < seqlen_k
         return first, ops.select(whole, plain_first, end), ops.select(whole, plain_end, end), end
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from llvmlite import ir
 from numba.cuda import types
 
-from .inline import I32, U32, VOID, instruction, llvm_i32, make_intrinsic, pack
+from .inline import I32, U32, VOID, emit, instruction, llvm_i32, make_intrinsic, pack, unpack
 
 
 def _dynamic_base(builder, args, _):
@@ -28,6 +28,33 @@ load = instruction("ld.shared.u32 $0, [$1];", I32, U32)
 
 keep_bits = instruction("red.shared.and.b32 [$0], $1;", VOID, U32, I32)
 """``keep_bits(address, bits)``: clear the others, atomically."""
+
+
+def put_words(count):
+    """``put(address, words)``: so many int32, a multiple of four, from a multiple of 16 bytes on."""
+
+    def generate(builder, args, _):
+        words = unpack(builder, args[1], count)
+        for i in range(0, count, 4):
+            text = f"st.shared.v4.b32 [$0+{4 * i}], {{$1, $2, $3, $4}};"
+            emit(builder, ir.VoidType(), [args[0], *words[i : i + 4]], text, "r,r,r,r,r,~{memory}")
+
+    return make_intrinsic(VOID, (U32, types.UniTuple(I32, count)), generate)
+
+
+def get_words(count):
+    """``get(address) -> words``: the same read anew at each call."""
+    four = ir.LiteralStructType([llvm_i32] * 4)
+
+    def generate(builder, args, llvm_result):
+        words = []
+        for i in range(0, count, 4):
+            words += unpack(
+                builder, emit(builder, four, [args[0]], f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{4 * i}];", "=r,=r,=r,=r,r,~{memory}"), 4
+            )
+        return pack(builder, llvm_result, words)
+
+    return make_intrinsic(types.UniTuple(I32, count), (U32,), generate)
 
 
 def addresses(*offsets):

@@ -101,7 +101,7 @@ def _classifying(config: ListsConfig):
     """
     length_q_of, length_k_of, word_of, put = _steps(config)
     with_q, with_k, per_entry = config.seqlens_q is not None, config.seqlens_k is not None, config.per_entry
-    left_bound, right_bound, q_size, k_size = config.left, config.right, config.q_size, config.k_size
+    left_bound, right_bound, of_keys, q_size, k_size = config.left, config.right, config.of_keys, config.q_size, config.k_size
     inline = cuda.jit(device=True, inline="always")
 
     @inline
@@ -120,6 +120,8 @@ def _classifying(config: ListsConfig):
         first, last = q_block * q_size, min(q_block * q_size + q_size, length_q) - 1
         key, last_key = k_block * k_size, min(k_block * k_size + k_size, length_k) - 1
         seen, whole = last >= first and last_key >= key, last_key == key + k_size - 1
+        if of_keys and with_q:  # padding of queries is looked for in partial blocks only
+            whole &= last == first + q_size - 1
         if right_bound:
             seen &= key <= last + offset + right
             whole &= last_key <= first + offset + right

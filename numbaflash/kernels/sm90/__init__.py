@@ -13,7 +13,17 @@ from ...dispatch import Device, Launch, Layouts, Plan, missing, operands
 from ...problem import ITEMSIZE, Problem, trim_keys
 from ..blocks.launch import Lists
 from ..sections import choose_section, fitting_section
-from .config import ELEMENTS, ForwardConfig, SharedMemory, columns, forward_config, kv_blocks, q_tiles
+from .config import (
+    ELEMENTS,
+    TICKETS_BYTES,
+    TICKETS_THREADS,
+    ForwardConfig,
+    SharedMemory,
+    columns,
+    forward_config,
+    kv_blocks,
+    q_tiles,
+)
 from .options import FEATURES, kernel_keys
 from .tensor_maps import packed_rows_map, refusal, row_major, rows_map, with_batch
 
@@ -21,6 +31,7 @@ NONFINITE_VALUES_SPREAD = True
 """NaN or infinity in a value that some query sees may reach other queries of its tile: the tensor core multiplies it by their weight of 0."""
 
 _BUILD = "numbaflash.kernels.sm90.forward:build"
+_BUILD_TICKETS = "numbaflash.kernels.sm90.tickets:build"
 _ARCH = (9, 0, "a")
 _L2_BYTES = 36 * 2**20  # of the H200's 60 MB, what keys and values of the heads in flight may take
 _SLOWER_PAST_L2 = 1.08  # measured on an H200, causal
@@ -67,6 +78,7 @@ def plan(problem: Problem, layouts: Layouts, device: Device) -> Plan:
         lse = row_major(lse, 4)
     tiles = q_tiles(problem, config) * columns(problem, config)
     lists = lists_of(problem, config)
+    workspace_bytes = lists.end if lists else TICKETS_BYTES if config.options.tickets else 0
     return Plan(
         "sm90",
         problem,
@@ -77,7 +89,7 @@ def plan(problem: Problem, layouts: Layouts, device: Device) -> Plan:
         threads=config.threads,
         shared_bytes=SharedMemory.of(config).total,
         copies=copies,
-        workspace_bytes=lists.end if lists else 0,
+        workspace_bytes=workspace_bytes,
     )
 
 
@@ -96,8 +108,11 @@ def request(plan: Plan) -> toolchain.KernelRequest:
 
 def launches(plan: Plan) -> list[tuple[toolchain.KernelRequest, list, tuple, int, int]]:
     """Kernels of a plan in their order, each with its parameters, grid, threads and bytes of shared memory."""
-    lists = lists_of(plan.problem, plan.config)
+    lists, options = lists_of(plan.problem, plan.config), plan.config.options.of_tickets
     before = lists.launches(plan.layouts, _ARCH, False) if lists else []
+    if plan.config.options.tickets:
+        wanted = toolchain.KernelRequest(_BUILD_TICKETS, options, _ARCH)
+        before.append((wanted, [toolchain.Pointer("workspace"), *options.arguments(plan.problem, plan.layouts)], 1, TICKETS_THREADS))
     main = (request(plan), parameters(plan), plan.grid, plan.threads, plan.shared_bytes)
     return [*((wanted, given, (blocks,), threads, 0) for wanted, given, blocks, threads in before), main]
 

@@ -15,6 +15,9 @@ MAX_SHARED = 232448  # bytes of shared memory that a block may have on sm_90
 ALIGNMENT = 1024  # of every tile: the 128-byte swizzle repeats every eight rows of 128 bytes
 ELEMENTS = {"float16": "f16", "bfloat16": "bf16"}
 REGISTERS = {2: (24, 240), 3: (32, 160), 4: (24, 112)}  # of producer and consumer threads, by number of consumers
+TICKETS_BYTES, TICKETS_THREADS = 16, 256  # of the workspace, and of the kernel that prepares them
+TILES_POSTED = 2  # places of tiles that a block's producer posts ahead: `tickets`
+PLACE_BYTES = 32  # of a place of a tile in shared memory: `packed.post`
 INSPECTORS = 3  # warps of the producer's warpgroup that issue no loads; see `unseen`
 OPTION_REGISTERS = {2: (40, 232), 3: (32, 160), 4: (32, 112)}  # the same where there are options: more than loads may be the producer's warps' to do
 MASK_REGISTERS = (56, 224)  # the same of two consumers where blocks come from lists, of which the producer reads ahead
@@ -114,6 +117,11 @@ class ForwardConfig(Warpgroups):
         """Blocks of V may hold rows of keys that no query sees."""
         return bool(self.options.masked or self.options.lengths or (self.options.dropout and self.left))
 
+    @property
+    def inspected_everywhere(self) -> bool:
+        """Any block of V may; else the first and the last one of a tile."""
+        return self.options.masked
+
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
@@ -139,6 +147,7 @@ class SharedMemory:
     out: int
     barriers: int
     scratch: int
+    places: int
     total: int
 
     @classmethod
@@ -156,9 +165,11 @@ class SharedMemory:
         out = 0 if config.out_in_q else after
         barriers = after if config.out_in_q else after + config.consumers * out_bytes
         scratch = barriers + 8 * (2 * config.q_stages * config.consumers + (4 + config.inspected) * config.stages)
+        places = scratch + 16  # and the barriers of that ring
+        places_bytes = -(-places // 16) * 16 - places + TILES_POSTED * (PLACE_BYTES + 16) if config.options.tickets else 0
         return cls(
             qk_panels, v_panels, out_panels, rows_panel, kv_panel, q_bytes, q_stride, out_stride, k_bytes, v_bytes,
-            q=0, k=k, v=v, out=out, barriers=barriers, scratch=scratch, total=scratch + 16 + ALIGNMENT,
+            q=0, k=k, v=v, out=out, barriers=barriers, scratch=scratch, places=-(-places // 16) * 16, total=places + places_bytes + ALIGNMENT,
         )  # fmt: skip
 
 

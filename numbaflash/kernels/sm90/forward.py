@@ -22,14 +22,14 @@ from numba import cuda
 from numba.cuda import types
 from numba.cuda.types import UniTuple, float32, int32, uint64, void
 
-from ...ptx import fragment, mbarrier, pipeline, shared, tma, warp, wgmma
+from ...ptx import bulk, fragment, mbarrier, pipeline, shared, tma, warp, wgmma
 from ...ptx.index import following, minus, plus, preceding, warp_of, warpgroup_of, within_warp, zero
 from ...ptx.straight import straight_line
 from ...toolchain import KernelSource
 from ..bands import BOUNDS, Band
 from ..schedule import heads_of, tile_of_turn, tile_order
-from . import packed, unseen
-from .config import INSPECTORS, ForwardConfig, SharedMemory
+from . import packed, tickets, unseen
+from .config import INSPECTORS, PLACE_BYTES, TILES_POSTED, ForwardConfig, SharedMemory
 from .scores import Scores, block_of, entry_at, is_partial, next_entry, option_types
 
 inline = cuda.jit(device=True, inline="always")
@@ -101,10 +101,13 @@ def build(config: ForwardConfig) -> KernelSource:
         list_at, hide, no_mask_words = of_scores.list_at(), of_scores.hide(pack), of_scores.no_mask_words()
         fetch_mask, limits_anew = of_scores.fetch_mask(pack), band.limits_of_thread()
     inspect = unseen.build(config) if inspected else None
-    is_packed = options_of.packed
-    if is_packed:
-        sequences = packed.Sequences(options_of, "q", config.q_tile // pack, has_right)
-        check_order, seek, order_at = packed.check_order(sequences, config.threads), packed.seek(sequences), packed.order_at
+    inspected_at_ends = inspected and not config.inspected_everywhere
+    is_packed, drawn = options_of.packed, options_of.tickets
+    if drawn:
+        seek = packed.seek_in_order(packed.Sequences(options_of, "q", config.q_tile // pack, has_right))
+        counter_of, order_of = tickets.of(options_of)
+        init_posted = mbarrier.init_ring(TILES_POSTED, 1)
+        init_read = mbarrier.init_ring(TILES_POSTED, 4 * consumers + INSPECTORS)
         write_packed_lse, is_whole = packed.write_lse(options_of, pack), packed.is_whole(64 // pack)
         address_of_out = packed.address_of(options_of, "out", pack)
 
@@ -112,9 +115,12 @@ def build(config: ForwardConfig) -> KernelSource:
     barriers = [memory.barriers + 8 * n for n in (0, q_stages * consumers, 2 * q_stages * consumers)]
     barriers += [barriers[2] + 8 * stages * n for n in (1, 2, 3, 4 if inspected else 2)]  # the last one: V may be read by consumers
     addresses = shared.addresses(memory.q, memory.k, memory.v, memory.out, *barriers, memory.scratch)
+    places = shared.addresses(*(memory.places + n for n in (0, TILES_POSTED * PLACE_BYTES, TILES_POSTED * (PLACE_BYTES + 8))))
     init_q_full, init_q_empty = mbarrier.init_ring(q_stages * consumers, 1), mbarrier.init_ring(q_stages * consumers, 1 if out_in_q else 4)
     init_seen = mbarrier.init_ring(stages, INSPECTORS)
     init_full, init_empty = mbarrier.init_ring(stages, 1), mbarrier.init_ring(stages, 4 * consumers)  # one arrival a consumer's warp releases a stage
+    # Where consumers do not wait for inspectors, the producer does: neither may be a round ahead of the other.
+    init_v_empty = mbarrier.init_ring(stages, 4 * consumers + (INSPECTORS if inspected_at_ends else 0))
 
     # Index arithmetic.
     blocks_of_tile, blocks_of_warpgroup, limits_of_rows = band.of_tile(), band.of_warpgroup(), band.limits()
@@ -160,13 +166,13 @@ def build(config: ForwardConfig) -> KernelSource:
             v_place = place
             place = advance(place)
             if drops and not draws_behind:  # while another warpgroup has its turn, and before the scores take registers
-                drawn = draw(my.seat, j, my.options)
+                bits = draw(my.seat, j, my.options)
             pipeline.wait(ring.k_full, place)
             if pingpong:
                 warp.barrier_sync(my.turn, 256)
             s = scores(my.q, k_operand(ring.k, place))
             if drops and draws_behind:
-                drawn = draw(my.seat, j, my.options)
+                bits = draw(my.seat, j, my.options)
             if rescale_first and not bounded:
                 acc = rescale(acc, statistics)
             pipeline.wait(ring.v_full, v_place)
@@ -204,7 +210,7 @@ def build(config: ForwardConfig) -> KernelSource:
                 acc = rescale(acc, statistics)
             p16 = p_to_16bit(p)
             if drops:
-                p16 = drop(p16, drawn, my.options)
+                p16 = drop(p16, bits, my.options)
             return acc, p16, statistics, place
 
         return kv_step
@@ -278,6 +284,25 @@ def build(config: ForwardConfig) -> KernelSource:
 
     store_out = reduce(in_turn, [make_store(part) for part in range(config.out_parts)])
 
+    # A tile that is drawn: its place is posted by the producer, which has a column of -1 for that there are no more.
+    @inline
+    def post(turn, sequence, q_block, first_q, stored, column, bounds):
+        slots, posted, has_read = places()
+        place = tickets.place_of_turn(turn)
+        pipeline.wait(has_read, pipeline.turned(place))
+        packed.post(tickets.slot_of(slots, place), (sequence, q_block, first_q, stored, column), bounds)
+        mbarrier.arrive(tickets.barrier_of(posted, place))
+
+    @inline
+    def receive(turn, lane, bounds):
+        slots, posted, has_read = places()
+        place = tickets.place_of_turn(turn)
+        pipeline.wait(posted, place)
+        spot, found = packed.read(tickets.slot_of(slots, place), bounds)
+        warp.sync()
+        pipeline.release(has_read, place, lane)
+        return spot, found
+
     def kernel(
         q_map, k_map, v_map, out_map, lse, seqlen_q, seqlen_k, offset, left, right, heads, group, q_blocks, columns, section, tiles,
         scale_log2, *options
@@ -286,25 +311,24 @@ def build(config: ForwardConfig) -> KernelSource:
         warpgroup = warp.shuffle_index(warpgroup_of(tid), 0)
         bounds = (seqlen_q, seqlen_k, offset, left, right)
         s_q, s_k, s_v, s_out, q_full, q_empty, k_full, k_empty, v_full, v_empty, v_seen, scratch = addresses()
-        ring = Ring(s_k, s_v, k_full, k_empty, v_seen, v_empty)
+        ring = Ring(s_k, s_v, k_full, k_empty, v_full if inspected_at_ends else v_seen, v_empty)
         if tid == 0:
             init_q_full(q_full)
             init_q_empty(q_empty)
             init_full(k_full)
             init_empty(k_empty)
             init_full(v_full)
-            init_empty(v_empty)
+            init_v_empty(v_empty)
             if inspected:
                 init_seen(v_seen)
+            if drawn:
+                _, posted, has_read = places()
+                init_posted(posted)
+                init_read(has_read)
             mbarrier.fence_init()
         first_q = zero()
         first_k = zero()
-        if is_packed:
-            order = order_at(scratch)
-            if tid == 0:
-                shared.store(order, packed.ALL_ASCEND)
-            cuda.syncthreads()
-            check_order(tid, order, options)
+        column = zero()
         cuda.syncthreads()
         block, blocks = cuda.blockIdx.x, cuda.gridDim.x
         turn = zero()
@@ -321,9 +345,12 @@ def build(config: ForwardConfig) -> KernelSource:
                 while tile < tiles:
                     q_block, column = tile_order(tile, q_blocks, columns, section)
                     batch, head, kv_head = heads_of(column, heads, group)
-                    if is_packed:
-                        spot, bounds = seek(q_block, order, (seqlen_q, seqlen_k, offset, left, right), options)
-                        _, q_block, first_q, _, first_k = spot
+                    if drawn:
+                        upcoming_tile = bulk.take_ticket(counter_of(options))
+                        spot, bounds = seek(q_block, order_of(options), (seqlen_q, seqlen_k, offset, left, right), options)
+                        sequence, q_block, first_q, stored, first_k = spot
+                        post(turn, sequence, q_block, first_q, stored, column, bounds)
+                        batch = zero()  # the sequences lie along one axis
                     elif lengths:
                         bounds = bounds_of_entry(batch, (seqlen_q, seqlen_k, offset, left, right), options)
                     first, end = blocks_of_tile(q_block, bounds)
@@ -360,17 +387,20 @@ def build(config: ForwardConfig) -> KernelSource:
                         load_v(s_v, v_place, v_map, v_full, keys_of(j, first_k), kv_head, batch)
                         j = following_j if listed else preceding(j)
                     turn = following(turn)
-                    tile = tile_of_turn(turn, block, blocks)
+                    tile = plus(blocks, upcoming_tile) if drawn else tile_of_turn(turn, block, blocks)
+                if drawn:
+                    post(turn, zero(), zero(), zero(), zero(), preceding(zero()), bounds)
             if inspected and tid >= 32:
                 inspector, lane = preceding(warp_of(tid)), within_warp(tid)
                 place = start()
-                while tile < tiles:
-                    q_block, column = tile_order(tile, q_blocks, columns, section)
+                if drawn:
+                    spot, bounds = receive(turn, lane, (seqlen_q, seqlen_k, offset, left, right))
+                    _, q_block, _, _, column = spot
+                while column >= 0 if drawn else tile < tiles:
+                    if not drawn:
+                        q_block, column = tile_order(tile, q_blocks, columns, section)
                     batch, head, kv_head = heads_of(column, heads, group)
-                    if is_packed:
-                        spot, bounds = seek(q_block, order, (seqlen_q, seqlen_k, offset, left, right), options)
-                        _, q_block, first_q, _, first_k = spot
-                    elif lengths:
+                    if lengths and not is_packed:
                         bounds = bounds_of_entry(batch, (seqlen_q, seqlen_k, offset, left, right), options)
                     first, end = blocks_of_tile(q_block, bounds)
                     j = preceding(end)
@@ -386,6 +416,8 @@ def build(config: ForwardConfig) -> KernelSource:
                         pipeline.wait(v_full, place)
                         inspect(s_v, place, j, is_partial(entry) if listed else j, inspector, lane, q_block, batch, head, bounds, options)
                         pipeline.release(v_seen, place, lane)
+                        if inspected_at_ends:
+                            pipeline.release(v_empty, place, lane)
                         place = advance(place)
                         if listed:
                             entry = warp.shuffle_index(upcoming, 0)
@@ -393,7 +425,11 @@ def build(config: ForwardConfig) -> KernelSource:
                         else:
                             j = preceding(j)
                     turn = following(turn)
-                    tile = tile_of_turn(turn, block, blocks)
+                    if drawn:
+                        spot, bounds = receive(turn, lane, bounds)
+                        _, q_block, _, _, column = spot
+                    else:
+                        tile = tile_of_turn(turn, block, blocks)
         else:  # ------------------------------------------------------------------------------------ consumers
             more_registers()
             w, thread, lane, my_row, my_column, my_turn, next_turn = place_of_thread(tid, warpgroup)
@@ -403,12 +439,13 @@ def build(config: ForwardConfig) -> KernelSource:
             if pingpong and w == consumers - 1:
                 warp.barrier_arrive(TURN, 256)
             place = start()
-            while tile < tiles:
-                q_block, column = tile_order(tile, q_blocks, columns, section)
-                if is_packed:
-                    spot, bounds = seek(q_block, order, (seqlen_q, seqlen_k, offset, left, right), options)
-                    sequence, q_block, first_q, stored, _ = spot
-                elif lengths:
+            if drawn:
+                where, bounds = receive(turn, lane, (seqlen_q, seqlen_k, offset, left, right))
+                sequence, q_block, first_q, stored, column = where
+            while column >= 0 if drawn else tile < tiles:
+                if not drawn:
+                    q_block, column = tile_order(tile, q_blocks, columns, section)
+                if lengths and not is_packed:
                     batch, head, _ = heads_of(column, heads, group)
                     bounds = bounds_of_entry(batch, (seqlen_q, seqlen_k, offset, left, right), options)
                 # Blocks from right_border on and before left_border are seen only in part.
@@ -451,7 +488,7 @@ def build(config: ForwardConfig) -> KernelSource:
                         if is_partial(entry) != 0:
                             mask_words = fetch_mask(spot[0], lane, j, batch, head, bounds[0], options)
                     if drops:
-                        drawn = draw(seat, j, options)
+                        bits = draw(seat, j, options)
                     s = wait_scores(s)
                     pipeline.release(k_empty, place, lane)
                     if negative_scale:
@@ -470,7 +507,10 @@ def build(config: ForwardConfig) -> KernelSource:
                         p, statistics, _ = softmax(s, statistics, scale_log2)
                     p16 = p_to_16bit(p)
                     if drops:
-                        p16 = drop(p16, drawn, options)
+                        p16 = drop(p16, bits, options)
+                    if inspected_at_ends:
+                        pipeline.wait(ring.v_full, place)
+                        pipeline.wait(v_seen, place)
 
                     if listed:
                         entry = warp.shuffle_index(upcoming, 0)
@@ -498,7 +538,9 @@ def build(config: ForwardConfig) -> KernelSource:
                         pipeline.release(q_empty, q_place, lane)
                     if rescale_first and not bounded:
                         acc = rescale(acc, statistics)
-                    pipeline.wait(v_seen, place)
+                    pipeline.wait(ring.v_full, place)
+                    if inspected_at_ends and has_left:
+                        pipeline.wait(v_seen, place)
                     acc = wait_out(add_values(acc, p16, v_operand(s_v, place)))
                     pipeline.release(v_empty, place, lane)
                     place = advance(place)
@@ -529,7 +571,11 @@ def build(config: ForwardConfig) -> KernelSource:
                     mbarrier.arrive(q_empty)
                 q_place = q_advance(q_place)
                 turn = following(turn)
-                tile = tile_of_turn(turn, block, blocks)
+                if drawn:
+                    where, bounds = receive(turn, lane, bounds)
+                    sequence, q_block, first_q, stored, column = where
+                else:
+                    tile = tile_of_turn(turn, block, blocks)
             if thread == 0:
                 tma.wait_stores_read()
 

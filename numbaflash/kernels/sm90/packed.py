@@ -163,6 +163,22 @@ def check_order(sequences: Sequences, threads: int):
     return check
 
 
+_put, _get = shared.put_words(8), shared.get_words(8)
+
+
+@inline
+def post(at, place, bounds):
+    """Leave where a tile lies in shared memory, for all threads of the block to `read` when they need it, without registers that are kept for it."""
+    _put(at, (*place, *bounds[:3]))
+
+
+@inline
+def read(at, bounds):
+    """``(PLACE, bounds)``"""
+    words = _get(at)
+    return words[:5], (*words[5:], *bounds[3:])
+
+
 def vote_on_order(sequences: Sequences, threads: int):
     """``f(thread, options) -> int32``: the same for a block without shared memory of its own; all threads of the block take part."""
     entries, ascend = sequences.entries(), sequences.ascend()

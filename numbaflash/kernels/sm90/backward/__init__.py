@@ -41,6 +41,7 @@ _BUILD = "numbaflash.kernels.sm90.backward."
 _ARCH = (9, 0, "a")
 _SLOWER_PAST_L2 = 1.15  # measured on an H200 where fewer than head_dim / 32 blocks are at work on a head; with more 0 to 4% are lost
 _STEPS_APART = 2  # of 2, 4 and 8, on an H200 with 4 query heads a kv head: fastest at D 256, up to 11% slower than the best at D 64 and 128
+_TILES_OF_A_HEAD = 32  # of packed sequences at work at a time, on an H200: fewer, up to 8, or all there are, are as fast or 2 to 5% slower
 _TILE_COST = 1.5  # start and end of a tile, in blocks of queries
 
 
@@ -78,7 +79,7 @@ def plan(problem: Problem, layouts: BackwardLayouts, device: Device, determinist
         device,
         BackwardLayouts(**seen),
         config,
-        grid=(tiles if config.deterministic else max(1, min(device.sm_count, tiles)),),
+        grid=(tiles if config.one_tile else max(1, min(device.sm_count, tiles)),),
         threads=config.threads,
         shared_bytes=SharedMemory.of(config).total,
         copies=copies,
@@ -277,7 +278,7 @@ def _parameters(plan, workspace):
 def _section(problem, config, columns, blocks):
     """Heads whose tiles are taken together. How long tiles of packed sequences are, only the device knows."""
     if problem.packed:
-        return fitting_section(columns, column_bytes(problem), L2_BYTES)
+        return max(1, min(columns, blocks // _TILES_OF_A_HEAD))
     costs = tuple((q_blocks_of_tiles(problem, config) * problem.group + _TILE_COST).tolist())
     if config.deterministic and config.deterministic_step < 0:
         # Tiles of a head that start this far apart find the one before them ahead, but not so far that what it has read is forgotten.

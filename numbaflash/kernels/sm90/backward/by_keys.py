@@ -172,12 +172,13 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
 
     def make_step(masked):
         weights, gradients = make_weights(masked)
+        cleans_here = cleans if masked else config.cleans_plain_queries
 
         @inline
         def step(carried, dk, dv, place, m, member, number, ring, sums, my):
             """A block of queries."""
             pipeline.wait(ring.q_full, place)
-            if cleans:
+            if cleans_here:
                 clean(place, ring, my.w, my.thread, my.lane)
             s = scores(my.k, q_operand(ring.q, place))
             pipeline.wait(ring.dout_full, place)

@@ -10,7 +10,7 @@ import numpy as np
 from ....dispatch import BackwardLayouts
 from ....problem import ITEMSIZE, Problem
 from ...packing import most_tiles
-from ..config import ALIGNMENT, ELEMENTS, Warpgroups
+from ..config import ALIGNMENT, ELEMENTS, PLACE_BYTES, Warpgroups
 from ..options import Access, Options
 
 TICKET_BYTES = 256  # before the turns
@@ -72,6 +72,12 @@ class BackwardConfig(Warpgroups):
     options: Options = Options()
 
     consumers = 2
+
+    @property
+    def one_tile(self) -> bool:
+        """A block has one tile, and the hardware evens out what is uneven: where only the device knows how long a tile is, and where tiles wait for
+        those that have started before."""
+        return self.deterministic or self.options.lengths
 
     @property
     def bounded(self) -> bool:
@@ -180,6 +186,11 @@ class BackwardConfig(Warpgroups):
         return self.options.hides
 
     @property
+    def cleans_plain_queries(self) -> bool:
+        """Even where neither mask nor band nor lengths hide anything: a bias may be -inf."""
+        return self.options.bias is not None
+
+    @property
     def cleans_keys(self) -> bool:
         """A tile may hold keys that no query sees, which only the device knows."""
         return self.with_dq and (self.options.masked or self.options.lengths)
@@ -190,7 +201,7 @@ class SharedMemory:
     """Where things lie in a block's shared memory: offsets and sizes in bytes.
 
     K and V once, Q and dO and the shift and delta of their rows and dS (with P before it where the consumers share keys) by stage, dQ by
-    consumer; its ticket. Matrices are rows of panels of 64 columns, of which only those that hold columns of the operand are loaded.
+    consumer; its ticket, and the place of a tile of packed sequences. Matrices are rows of panels of 64 columns, of which only those that hold columns of the operand are loaded.
     """
 
     loaded_qk_panels: int
@@ -212,6 +223,7 @@ class SharedMemory:
     deltas: int
     barriers: int
     ticket: int
+    place: int
     total: int
 
     @classmethod
@@ -235,10 +247,11 @@ class SharedMemory:
         deltas = shifts + config.stages * row_bytes
         barriers = deltas + config.stages * row_bytes
         ticket = barriers + 8 * (3 + 6 * config.stages)
+        place = -(-(ticket + 16) // 16) * 16
         return cls(
             loaded_qk, loaded_v, q_panel, kv_panel, q_bytes, dout_bytes, ds_bytes, part_bytes, row_bytes,
             k=0, v=v, q=q, dout=dout, ds=ds, dq=dq, shifts=shifts, deltas=deltas, barriers=barriers,
-            ticket=ticket, total=ticket + 16 + ALIGNMENT,
+            ticket=ticket, place=place, total=place + (PLACE_BYTES if config.options.packed else 0) + ALIGNMENT,
         )  # fmt: skip
 
 
@@ -288,15 +301,16 @@ def backward_config(problem: Problem, layouts: BackwardLayouts, *, blocks: int, 
     tiles = {"q_block": 128 if widest <= 64 else 64, "kv_tile": 128 if widest <= 128 else 64}
     deterministic = deterministic and with_dq
     options = replace(options, ranked=deterministic and options.masked)
-    if options.of_products:
+    if options.terms or options.dropout:  # with each score there is something to do
         tiles = option_tiles(widest, options, deterministic or problem.left is not None)
-    # The producer's warps spill what they know of a panel more, of the turns of entries with lengths, or of where a sequence lies, beyond 24.
-    registers = (40, 232) if tiles["kv_tile"] == 64 or (deterministic and options.lengths) or options.packed else (24, 240)
+    # The producer's warps spill what they know of a panel more, of the turns of entries with lengths, or of where a sequence lies, beyond 24. Measured
+    # on an H200, that costs nothing; but consumers that spill for it, as those of blocks of 128 queries would, are 20% slower.
+    roomy = tiles["kv_tile"] == 64 or ((deterministic and options.lengths or options.packed) and tiles["q_block"] == 64)
     return BackwardConfig(
         element=ELEMENTS[problem.dtype],
         head_dim=problem.head_dim,
         head_dim_v=problem.head_dim_v,
-        registers=registers,
+        registers=(40, 232) if roomy else (24, 240),
         left=problem.left is not None,
         right=problem.right is not None,
         with_dq=with_dq,

@@ -40,7 +40,7 @@ Ring = namedtuple("Ring", "q dout shifts deltas q_full q_empty dout_full dout_em
 def build(config: BackwardConfig) -> KernelSource:
     """The main kernel of one configuration."""
     q_block, kv_tile, stages, consumers, parts = config.q_block, config.kv_tile, config.stages, config.consumers, config.parts
-    with_dq, with_ds, deterministic = config.with_dq, config.with_ds, config.deterministic
+    with_dq, with_ds, deterministic, one_tile = config.with_dq, config.with_ds, config.deterministic, config.one_tile
     memory = SharedMemory.of(config)
     work = (by_columns if config.columns_apart else by_keys).consumers(config, memory)
     prepare, enter, masked_step, plain_step, finish, leave = work.prepare, work.enter, work.masked_step, work.plain_step, work.finish, work.leave
@@ -71,7 +71,7 @@ def build(config: BackwardConfig) -> KernelSource:
 
     addresses = shared.addresses(memory.k, memory.v, memory.q, memory.dout, memory.ds, memory.dq, memory.shifts, memory.deltas)
     barriers = shared.addresses(*(memory.barriers + 8 * n for n in (0, 1, 2, *(3 + stages * n for n in range(6)))))
-    ticket_slot = shared.addresses(memory.ticket)
+    ticket_slot, place_slot = shared.addresses(memory.ticket), shared.addresses(memory.place)
     init_k_full, init_k_empty, init_v_empty = (mbarrier.init_ring(1, n) for n in (1, *config.kv_arrivals))
     init_full, init_by_warp, init_by_consumer = (mbarrier.init_ring(stages, n) for n in (1, 4 * consumers, 4))
 
@@ -110,21 +110,20 @@ def build(config: BackwardConfig) -> KernelSource:
     block_number = straight_line(int32, (int32,) * 6, block_number)
     staged_part = straight_line(int32, (int32,) * 2, lambda ops, s_dq, part: s_dq + part * memory.part_bytes)
     ticket_at = straight_line(uint64, (uint64,), lambda ops, turns: turns - TICKET_BYTES)
-    kv_place_of_turn = straight_line(UniTuple(int32, 2), (int32,), lambda ops, turn: [ops.integer(0), turn & 1])
     only = pipeline.start(0)
 
     # (batch entry, tile in it, first query, first key, keys to store, number of its first block of queries, bounds) of a tile.
     @inline
-    def locate(n, batch, order_word, whole, options):
+    def locate(n, batch, whole, options):
         return batch, n, zero(), zero(), zero(), zero(), whole
 
     @inline
-    def locate_within_lengths(n, batch, order_word, whole, options):
+    def locate_within_lengths(n, batch, whole, options):
         return batch, n, zero(), zero(), zero(), zero(), bounds_of_entry(batch, whole, options)
 
     @inline
-    def locate_packed(n, batch, order_word, whole, options):
-        (sequence, tile, first_k, stored, first_q), bounds = seek(n, order_word, whole, options)
+    def locate_packed(n, batch, whole, options):
+        (sequence, tile, first_k, stored, first_q), bounds = packed.read(place_slot()[0], whole)
         return sequence, tile, first_q, first_k, stored, base_of(first_q, sequence), bounds
 
     locate = locate_packed if is_packed else locate_within_lengths if lengths else locate
@@ -137,7 +136,7 @@ def build(config: BackwardConfig) -> KernelSource:
 
     @inline
     def next_tile(turn, block, blocks, tiles):
-        if deterministic and listed:  # there is one tile a block, and no register for what another one would need
+        if one_tile:
             return tiles
         return tile_of_turn(turn, block, blocks)
 
@@ -193,7 +192,6 @@ def build(config: BackwardConfig) -> KernelSource:
             mbarrier.fence_init()
             if deterministic:
                 shared.store(ticket_slot()[0], bulk.take_ticket(ticket_at(turns)))
-        order_word = zero()
         if is_packed:
             order_word = order_at(ticket_slot()[0])
             if tid == 0:
@@ -206,6 +204,12 @@ def build(config: BackwardConfig) -> KernelSource:
             block = warp.shuffle_index(shared.load(ticket_slot()[0]), 0)
         turn = zero()
         tile = block
+        if is_packed:
+            if tid == 0:
+                n, _ = order(block, kv_tiles, columns, section)
+                spot, bounds = seek(n, order_word, whole, options)
+                packed.post(place_slot()[0], spot, bounds)
+            cuda.syncthreads()
         if warpgroup == 0:
             fewer_registers()
             tile = first_tile(tile)
@@ -221,7 +225,7 @@ def build(config: BackwardConfig) -> KernelSource:
                     while tile < tiles:
                         n, column = order(tile, kv_tiles, columns, section)
                         batch, kv_head, _ = heads_of(column, kv_heads, 1)
-                        _, n, first_q, first_k, _, base, bounds = locate(n, batch, order_word, whole, options)
+                        _, n, first_q, first_k, _, base, bounds = locate(n, batch, whole, options)
                         onward = walk_step(turn)
                         m, _, _, steps = find_walk(n, batch, kv_head, group, onward, bounds, options)
                         key = key_of(n, first_key, first_k)
@@ -264,7 +268,7 @@ def build(config: BackwardConfig) -> KernelSource:
                 while tile < tiles:
                     n, column = order(tile, kv_tiles, columns, section)
                     batch, kv_head, _ = heads_of(column, kv_heads, 1)
-                    _, n, first_q, first_k, _, base, bounds = locate(n, batch, order_word, whole, options)
+                    _, n, first_q, first_k, _, base, bounds = locate(n, batch, whole, options)
                     onward = walk_step(turn)
                     m, _, _, steps = find_walk(n, batch, kv_head, group, onward, bounds, options)
                     step = zero()
@@ -302,7 +306,7 @@ def build(config: BackwardConfig) -> KernelSource:
                 while tile < tiles:
                     n, column = order(tile, kv_tiles, columns, section)
                     batch, kv_head, _ = heads_of(column, kv_heads, 1)
-                    _, n, first_q, first_k, _, base, bounds = locate(n, batch, order_word, whole, options)
+                    _, n, first_q, first_k, _, base, bounds = locate(n, batch, whole, options)
                     onward = walk_step(turn)
                     m, _, _, steps = find_walk(n, batch, kv_head, group, onward, bounds, options)
                     step = zero()
@@ -337,18 +341,15 @@ def build(config: BackwardConfig) -> KernelSource:
             while tile < tiles:
                 n, column = order(tile, kv_tiles, columns, section)
                 batch, kv_head, _ = heads_of(column, kv_heads, 1)
-                entry, n, first_q, first_k, stored, base, bounds = locate(n, batch, order_word, whole, options)
+                entry, n, first_q, first_k, stored, base, bounds = locate(n, batch, whole, options)
                 onward = walk_step(turn)
                 m, plain, border, steps = find_walk(n, batch, kv_head, group, onward, bounds, options)
                 places = s_k, s_v, s_q, s_dout, s_ds, s_dq
                 my = prepare(tid, warpgroup, n, entry, kv_head, group, onward, seqlen_k, bounds, places, scale_log2, options)
                 dk = zero_dk()
                 dv = zero_dv()
-                if is_packed:  # one register less to keep
-                    kv_place = kv_place_of_turn(turn)
                 pipeline.wait(k_full, kv_place)
-                if not is_packed:
-                    kv_place = kv_advance(kv_place)
+                kv_place = kv_advance(kv_place)
                 if cleans_keys:
                     clean_keys(s_k, n, my.w, my.thread, my.lane, entry, kv_head, group, bounds, options)
                 step = zero()
@@ -376,6 +377,10 @@ def build(config: BackwardConfig) -> KernelSource:
                             m, member = next_of_walk(m, member, group, onward)
                         step = following(step)
                     dk, dv, place = finish(carried, dk, dv, place, ring, my)
+                if lengths:  # known anew, not kept
+                    _, column = order(tile, kv_tiles, columns, section)
+                    batch, kv_head, _ = heads_of(column, kv_heads, 1)
+                    entry, n, first_q, first_k, stored, base, bounds = locate(n, batch, whole, options)
                 leave(dk, dv, n, bounds, kv_head, batch, dk_map, dv_map, s_k, s_v, k_empty, v_empty, scale_of_dk, first_k, stored, my)
                 turn = following(turn)
                 tile = next_tile(turn, block, blocks, tiles)
