@@ -92,6 +92,12 @@ def test_every_python_block_is_an_example():
         assert page.read_text(encoding="utf-8").count("```python") == len(examples(page)), f"{page.name} has a Python block that no test runs"
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("option-*.md")) + [ROOT / "docs" / name for name in ("packed.md", "compat.md")], ids=str)
+def test_every_feature_has_an_example_and_a_picture(page):
+    shown = re.findall(r"^!\[[^]]+\]\(figures/(\w+)\.svg\)$", page.read_text(encoding="utf-8"), re.M)
+    assert examples(page) and shown and set(shown) <= set(figures())
+
+
 def figures():
     spec = importlib.util.spec_from_file_location("draw", ROOT / "docs" / "figures" / "draw.py")
     module = importlib.util.module_from_spec(spec)
