@@ -2,6 +2,9 @@
 
 Every scenario is timed in one run, libraries in turn (`bench.timing`), our plain kernel on the same cell among them. Results are compared with
 float64 on the last rows of the first and last head before they are timed, but for dropout, whose masks differ from library to library.
+
+FA2 is the one that torch has: windows and ALiBi are reached below ``scaled_dot_product_attention``. Its derivative there knows no ALiBi, and softcap
+is no argument of it, so FA4 and FlexAttention alone stand beside our softcap.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from numbaflash.problem import make_problem
+
 from . import gpu, records, timing
-from .cells import DTYPES, Cell, backward_flops, inputs
+from .cells import DTYPES, Cell, backward_flops, forward_flops, inputs
 from .grids import choices
 from .peers import OURS, one_line
 from .progress import Progress
@@ -24,7 +29,9 @@ PROGRAM, BENCH = "bench.options", "options"
 DIRECTIONS = ("forward", "backward")
 PEERS = ("cudnn", "efficient", "fa2", "fa4", "flex")
 PLAIN = f"{OURS}-plain"
-WINDOW, CAP, DROPPED, DOCUMENTS = 1024, 30.0, 0.1, 8
+WINDOWS = (1024, 2048, 4096)
+"""Keys that a query sees in the sequence of 32k."""
+CAP, DROPPED, DOCUMENTS = 30.0, 0.1, 8
 BLOCK, PREFIX, NEAR, GLOBAL = 256, 1024, 256, 64
 SAMPLED_ROWS = 64
 TOLERANCE = 0.03  # of 16-bit results of size 1, far below what a wrong mask or bias does
@@ -70,6 +77,9 @@ def scenarios(dtype: str, head_dim: int) -> dict[str, Scenario]:
     def blocks(name):
         return lambda torch, cell: {"mask": block_mask(torch, cell, name)}
 
+    def window(keys):
+        return lambda torch, cell: {"window": (keys - 1, 0)}
+
     def half(torch, cell):
         lengths = torch.linspace(0.25, 1, cell.batch, device="cuda").mul(cell.seqlen).int()
         return {"seqlens_q": lengths, "seqlens_k": lengths}
@@ -77,7 +87,7 @@ def scenarios(dtype: str, head_dim: int) -> dict[str, Scenario]:
     return {
         "plain": Scenario(cell, peers=("cudnn", "fa2", "fa4")),
         "softcap": Scenario(cell, lambda torch, cell: {"softcap": CAP}, ("fa4", "flex")),
-        "alibi": Scenario(cell, lambda torch, cell: {"alibi_slopes": torch.linspace(0.01, 1, cell.heads, device="cuda")}, ("flex",)),
+        "alibi": Scenario(cell, lambda torch, cell: {"alibi_slopes": torch.linspace(0.01, 1, cell.heads, device="cuda")}, ("fa2", "flex")),
         "sinks": Scenario(cell, lambda torch, cell: {"sinks": torch.randn(cell.heads, device="cuda")}),
         "lengths": Scenario(cell, lambda torch, cell: dict.fromkeys(("seqlens_q", "seqlens_k"), full_lengths(torch, cell))),
         "uneven lengths": Scenario(cell, half),
@@ -90,8 +100,12 @@ def scenarios(dtype: str, head_dim: int) -> dict[str, Scenario]:
         "full block-causal mask": Scenario(full, blocks("block causal"), ("flex",), rule="block causal"),
         "full prefix mask": Scenario(full, blocks("prefix"), ("flex",), rule="prefix"),
         "full sliding and global mask": Scenario(full, blocks("sliding"), ("flex",), rule="sliding"),
-        "window at 32k": Scenario(long, lambda torch, cell: {"window": (WINDOW - 1, 0)}, ("fa4", "flex")),
+        **{window_name(keys): Scenario(long, window(keys), ("fa2", "fa4", "flex")) for keys in WINDOWS},
     }
+
+
+def window_name(keys) -> str:
+    return f"window {keys} at 32k"
 
 
 def full_lengths(torch, cell):
@@ -138,6 +152,8 @@ class Peers:
 
     def bind(self, name, scenario, options, q, k, v):
         """A function without arguments that returns out, (batch, seqlen, heads, head_dim)."""
+        if name == "fa2" and {"window", "alibi_slopes"} & set(options):
+            return self._fa2(scenario, options, q, k, v)
         if name in self._backends:
             return self._sdpa(self._backends[name], scenario, options, q, k, v)
         return (self._fa4 if name == "fa4" else self._flex_attention)(scenario, options, q, k, v)
@@ -154,6 +170,14 @@ class Peers:
                 return attention(q, k, v, added, options.get("dropout", 0.0), cell.causal).transpose(1, 2)
 
         return call
+
+    def _fa2(self, scenario, options, q, k, v):
+        attention, cell, slopes = self._torch.ops.aten._flash_attention_forward, scenario.cell, options.get("alibi_slopes")
+        if slopes is not None and q.requires_grad:
+            raise NotImplementedError("torch's derivative of FA2 knows no ALiBi")
+        left, right = options.get("window", (None, None))
+        more = {"window_size_left": left, "window_size_right": right, "alibi_slopes": slopes}
+        return lambda: attention(q, k, v, None, None, cell.seqlen, cell.seqlen, 0.0, cell.causal, False, **more)[0]
 
     def _fa4(self, scenario, options, q, k, v):
         from flash_attn.cute import flash_attn_func
@@ -187,7 +211,7 @@ class Peers:
         def visible(b, h, i, j):
             seen = RULES[scenario.rule](documents, i, j) if "mask" in options else i >= 0
             if "window" in options:
-                seen = seen & (i - j < WINDOW)
+                seen = seen & (i - j <= options["window"][0])
             return seen & (i >= j) if cell.causal else seen
 
         hides = cell.causal or "mask" in options
@@ -288,7 +312,8 @@ class Run:
         if options and "window" not in options and OURS in calls:
             _, calls[PLAIN] = calls_of(OURS, self.peers, Scenario(cell), {}, arrays, direction)
             calls[PLAIN]()
-        flops = cell.flops if direction == "forward" else backward_flops(cell.problem)
+        problem = problem_of(cell, options)
+        flops = forward_flops(problem) if direction == "forward" else backward_flops(problem)
         for library, times in timing.measure(self.device, calls, rounds=self.options.rounds, target_ms=self.options.target).items():
             numbers = times.summary()
             self.record(name, cell, direction, library, numbers | {"tflops": flops / numbers["ms"] / 1e9})
@@ -298,8 +323,27 @@ class Run:
         self.records.append(records.check({**base, **more, "method": timing.METHOD, **self.common}))
 
 
+def problem_of(cell, options):
+    """The problem whose operations are counted: that of the cell, with the window. What a mask hides or a length leaves out is counted."""
+    p = cell.problem
+    return make_problem(p.q_shape, p.k_shape, p.v_shape, (cell.dtype,) * 3, causal=cell.causal, window=options.get("window"))
+
+
+def proportions(found) -> list[str]:
+    """How our time with each window stands to that with the narrowest, beside the pairs that there are to compute: a line each."""
+    lines, first = [], WINDOWS[0]
+    ours = {(r["option"], r["direction"]): r for r in found if r["library"] == OURS and r["ms"]}
+    for direction, keys in itertools.product(DIRECTIONS, WINDOWS[1:]):
+        narrow, wide = (ours.get((window_name(each), direction)) for each in (first, keys))
+        if narrow and wide:
+            time, pairs = wide["ms"] / narrow["ms"], wide["ms"] * wide["tflops"] / (narrow["ms"] * narrow["tflops"])
+            share = f"{time:.2f} x the time of window {first} for {pairs:.2f} x the pairs: {time / pairs:.2f}"
+            lines.append(f"{window_name(keys)}, {direction}: {share}")
+    return lines
+
+
 def table(found) -> str:
-    """Milliseconds of each scenario, the plain kernel's time over ours, and the best peer's over ours."""
+    """Milliseconds of each scenario, the plain kernel's time over ours, and the best peer's over ours; below, whether time follows the window."""
     lines = [f"{'option':28}{'direction':10}{'numbaflash ms':>14}{'of plain':>10}{'best peer':>22}{'ratio':>8}"]
     ours, plain = ({(r["option"], r["direction"]): r for r in found if r["library"] == name} for name in (OURS, PLAIN))
     for (option, direction), record in ours.items():
@@ -311,7 +355,7 @@ def table(found) -> str:
         best = min(theirs, key=lambda r: r["ms"], default=None)
         told, ratio = (f"{best['library']} {best['ms']:.3f}", f"{best['ms'] / record['ms']:.2f}") if best else ("-", "-")
         lines.append(f"{option:28}{direction:10}{record['ms']:>14.3f}{share:>10}{told:>22}{ratio:>8}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *proportions(found)])
 
 
 def parse(arguments=None) -> argparse.Namespace:

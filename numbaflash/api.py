@@ -574,7 +574,7 @@ def explain(
     >>> x = np.zeros((1, 128, 4, 64), np.float32)
     >>> told = nf.explain(x, x, x, causal=True, mask=np.ones((128, 128), bool))
     >>> told.plan.family, told.families["sm90"][0]
-    ('cpu', 'it has no mask')
+    ('cpu', 'it needs a Hopper GPU (compute capability 9.0); this is a CPU')
     """
     arrays = {"q": q, "k": k, "v": v} | mask_arrays(mask, q, k) | {"bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
     arrays |= {"seqlens_q": seqlens_q, "seqlens_k": seqlens_k, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "out": out, "lse": lse}

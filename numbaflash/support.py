@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import operator
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from . import dispatch
 from .arrays import contiguous_strides
 from .dispatch import CPU, BackwardLayouts, Device, Layout, Layouts
+from .kernels.blocks import layout
 from .problem import DIFFERENTIABLE_OPTIONS, DTYPES, FEATURES, ITEMSIZE, MAX_HEAD_DIM, NEEDS, OPTIONS, PACKED, PACKED_FEATURE, Problem, make_problem
 
 CAPABILITIES = ((5, 0), (6, 0), (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 _SM_COUNTS = {(8, 0): 108, (9, 0): 132, (10, 0): 148}
+
+NUMBERS = ("scale", "softcap", "dropout")
+"""Options that are numbers and may change which kernel is needed, beside ``causal`` and ``window``."""
+
+ABSENT_IN_PACKED = ("mask", "block_mask", "bias", "seqlens_q", "seqlens_k")
+"""Arrays that packed sequences do not take."""
 
 OTHER = -1
 """Stands for the next head dim that the family has."""
@@ -60,10 +69,62 @@ def contiguous_layouts(problem: Problem, *, lse: bool = True) -> Layouts:
     return Layouts(**{name: _contiguous(problem, name) for name in names})
 
 
-def contiguous_backward_layouts(problem: Problem) -> BackwardLayouts:
-    """The same of a backward call for the gradients of q, k and v, without a gradient of the LSE."""
-    names = ("dout", "q", "k", "v", "out", "lse", *(f"d{name}" for name in NEEDS), *problem.options)
+def contiguous_backward_layouts(problem: Problem, needs: tuple[str, ...] = NEEDS) -> BackwardLayouts:
+    """The same of a backward call for the gradients of ``needs``, without a gradient of the LSE."""
+    names = ("dout", "q", "k", "v", "out", "lse", *(f"d{name}" for name in needs), *problem.options)
     return BackwardLayouts(**{name: _contiguous(problem, name) for name in names})
+
+
+def described_options(given: Mapping, shapes, dtype: str) -> dict:
+    """Options in the words of `numbaflash.problem.make_problem`, where each array may be told by True: the usual one.
+
+    Parameters
+    ----------
+    given : mapping
+        Numbers as `numbaflash.forward` takes them. An array (of `OPTIONS`) is (shape, dtype), a dtype of None being the usual one, or True for one
+        that serves all heads and batch entries: mask and bias (seqlen_q, seqlen_k), the bias of the dtype of q; a block mask without partial blocks;
+        ``alibi_slopes`` and ``sinks`` (heads,); lengths (batch,) of int32. What is None or False is left out.
+    shapes : sequence of tuple of int
+        Of q, k and v: with 4 axes, or with 3 for packed sequences, which take less than that.
+    dtype : str
+        Of q, k and v.
+
+    Raises
+    ------
+    TypeError
+        For a name that is no option, and for an array that is told in another way.
+    ValueError
+        For an option that packed sequences do not have.
+    """
+    q_shape, k_shape = tuple(shapes[0]), tuple(shapes[1])
+    packed = len(q_shape) == 3
+    batch, seqlen_q, seqlen_k = (0, 0, 0) if packed else (q_shape[0], q_shape[1], k_shape[1])
+    heads = (q_shape[-2],)
+    usual = {
+        "mask": ((seqlen_q, seqlen_k), "bool"),
+        "block_mask": ((1, 1, layout.words(seqlen_q, seqlen_k, 0)), "int32"),
+        "bias": ((seqlen_q, seqlen_k), dtype),
+        "alibi_slopes": (heads, "float32"),
+        "sinks": (heads, "float64" if dtype == "float64" else "float32"),
+        "seqlens_q": ((batch,), "int32"),
+        "seqlens_k": ((batch,), "int32"),
+    }
+    found = {}
+    for name, value in given.items():
+        if name not in usual and name not in NUMBERS:
+            raise TypeError(f"options must be of {', '.join((*NUMBERS, *usual))}; got {name!r}")
+        if value is None or value is False:
+            continue
+        if packed and name in ABSENT_IN_PACKED:
+            raise ValueError(f"packed sequences have no {name.removeprefix('block_')}; leave it out")
+        if name in usual and value is not True:
+            try:
+                shape, own = value
+                value = tuple(operator.index(n) for n in shape), usual[name][1] if own is None else str(own)
+            except (TypeError, ValueError):
+                raise TypeError(f"{name} must be True or a pair (shape, dtype); got {value!r}") from None
+        found[name] = usual[name] if name in usual and value is True else value
+    return found
 
 
 def _contiguous(problem, operand) -> Layout:

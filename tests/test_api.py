@@ -649,6 +649,35 @@ def test_explain_checks_as_forward_does():
         numbaflash.explain(Q, K, V, return_lse=None)
 
 
+BAD_OPTIONS = {
+    "int mask": (TypeError, "mask must be bool, .*; got dtype int64. Compare it with 0 first: mask != 0", {"mask": MASK.astype(int)}),
+    "float mask": (TypeError, "mask must be bool, .*; got dtype float32. Numbers that are added .* are a bias", {"mask": MASK.astype(np.float32)}),
+    "mask shape": (ValueError, r"mask must broadcast to .* = \(2, 4, 9, 13\), .*; got shape \(9, 12\)", {"mask": MASK[:, :12]}),
+    "mask of key heads": (ValueError, r"mask must broadcast to .*; got shape \(2, 9, 13\)", {"mask": np.ones((2, 9, 13), bool)}),
+    "bias shape": (ValueError, r"bias must broadcast to .*; got shape \(4, 1, 5\)", {"bias": BIAS[..., :5]}),
+    "bool bias": (TypeError, "bias must be one of .*; got dtype bool. Pass what hides keys as mask", {"bias": MASK}),
+    "slopes": (ValueError, r"alibi_slopes must have shape \(heads,\) = \(4,\) or .* \(2, 4\); got \(3,\)", {"alibi_slopes": SLOPES[0, :3]}),
+    "slopes dtype": (TypeError, "alibi_slopes must be float32; got dtype float64", {"alibi_slopes": SLOPES.astype(float)}),
+    "sinks": (ValueError, r"sinks must have shape \(heads,\) = \(4,\); got \(2,\)", {"sinks": SINKS[:2]}),
+    "sinks dtype": (TypeError, "sinks must be float32 for q of float32; got dtype float16", {"sinks": SINKS.astype(np.float16)}),
+    "dropout of 1": (ValueError, "dropout must be at least 0 and below 1; got 1.0", {"dropout": 1.0, "seed": 1}),
+    "dropout below 0": (ValueError, "dropout must be at least 0 and below 1; got -0.1", {"dropout": -0.1, "seed": 1}),
+    "dropout of a string": (TypeError, "dropout must be a real number, .*; got 'half'", {"dropout": "half", "seed": 1}),
+    "large seed": (ValueError, r"seed must be at least 0 and below 2\*\*64; got 18446744073709551616", {"dropout": 0.5, "seed": 2**64}),
+    "negative seed": (ValueError, r"seed must be at least 0 and below 2\*\*64; got -1", {"dropout": 0.5, "seed": -1}),
+    "fractional seed": (TypeError, "seed must be an integer; got 0.5", {"dropout": 0.5, "seed": 0.5}),
+}
+
+
+@pytest.mark.parametrize("name", BAD_OPTIONS)
+@pytest.mark.parametrize("entry", ["forward", "backward", "attention", "explain"])
+def test_bad_options_are_told_at_every_entry(entry, name):
+    error, message, options = BAD_OPTIONS[name]
+    arrays = (OUT, Q, K, V, OUT, LSE) if entry == "backward" else (Q, K, V)
+    with pytest.raises(error, match=message):
+        getattr(numbaflash, entry)(*arrays, **options)
+
+
 # Memory
 
 

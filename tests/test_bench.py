@@ -774,7 +774,7 @@ def on_the_cpu(monkeypatch):
 @pytest.mark.parametrize("name", options.scenarios("bfloat16", 64))
 def test_the_sample_of_a_scenario_is_attention_under_its_options(name, monkeypatch):
     torch, scenario = on_the_cpu(monkeypatch), options.scenarios("bfloat16", 64)[name]
-    seqlen = 1500 if "window" in name else 256
+    seqlen = scenario.make(torch, scenario.cell)["window"][0] + 400 if "window" in name else 256
     cell = replace(scenario.cell, batch=2, seqlen=seqlen, heads=2, kv_heads=2)
     torch.manual_seed(0)
     given = scenario.make(torch, cell)
@@ -794,3 +794,44 @@ def test_the_table_of_options():
     _, first, second = options.table([plain, cost, peer, plain_beside]).splitlines()
     assert first.split() == ["plain", "forward", "1.000", "-", "-", "-"]
     assert second.split() == ["softcap", "forward", "1.250", "0.80", "flex", "2.500", "2.00"]
+
+
+def test_a_share_of_the_window_is_told():
+    """Twice the window in 2.2 times the time, for a little less than twice the pairs."""
+    found = []
+    for keys, ms in zip(options.WINDOWS, (1.0, 2.2, None), strict=True):
+        scenario = options.scenarios("bfloat16", 64)[options.window_name(keys)]
+        problem = options.problem_of(scenario.cell, scenario.make(None, scenario.cell))
+        assert problem.visible_pairs == sum(min(keys, query + 1) for query in range(scenario.cell.seqlen))
+        tflops = ms and options.forward_flops(problem) / ms / 1e9
+        found.append({**record(ms=ms or 1.0), "option": options.window_name(keys), "ms": ms, "tflops": tflops, "skipped": "too long"})
+    (line,) = options.proportions(found)
+    assert line == "window 2048 at 32k, forward: 2.20 x the time of window 1024 for 1.97 x the pairs: 1.12"
+    assert options.table(found).endswith(line)
+
+
+@pytest.mark.parametrize("name", ["alibi", *map(options.window_name, options.WINDOWS)])
+def test_torchs_fa2_takes_windows_and_alibi(name, monkeypatch):
+    """By shapes alone, without a GPU: torch's own description of the operator and of its derivative."""
+    torch, scenario = on_the_cpu(monkeypatch), options.scenarios("bfloat16", 64)[name]
+    given = scenario.make(torch, scenario.cell)
+    assert "fa2" in scenario.peers
+    schema = torch.ops.aten._flash_attention_forward.default._schema
+    arguments = {argument.name for argument in schema.arguments}
+    assert {"window_size_left", "window_size_right", "alibi_slopes"} <= arguments and "softcap" not in arguments
+    q, k, v = (torch.empty(scenario.cell.problem.shape_of(operand), dtype=torch.bfloat16, device="meta") for operand in "qkv")
+    asked = {}
+    operator = torch.ops.aten._flash_attention_forward.default
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", lambda *given, **more: asked.update(more) or operator(*given, **more))
+    peers = options.Peers()
+    out = peers.bind("fa2", scenario, given, q, k, v)()
+    assert out.shape == q.shape
+    left, right = given.get("window", (None, None))
+    assert asked["window_size_left"] == left and asked["window_size_right"] == right and asked["alibi_slopes"] is given.get("alibi_slopes")
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    if name == "alibi":
+        with pytest.raises(NotImplementedError, match="knows no ALiBi"):
+            peers.bind("fa2", scenario, given, *leaves)
+    else:
+        gradients = torch.autograd.grad(peers.bind("fa2", scenario, given, *leaves)().sum(), leaves)
+        assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]

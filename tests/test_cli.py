@@ -187,6 +187,11 @@ def test_wrong_arguments_are_told_in_one_line(capsys):
         (("demo", "--seqlen", "0"), "must be at least 1"),
         (("warmup", "--head-dim", "64:64:64"), "must be a number or first:second"),
         (("warmup", "--dtype", "int8"), "must be of float16"),
+        (("warmup", "--max-seqlen", "64"), "--max-seqlen: for packed sequences alone, add --total"),
+        (("warmup", "--lse", "true"), "must be of no, yes; got 'true'"),
+        (("warmup", "--direction", "sideways", "--device", "cpu"), 'directions must hold nothing but "forward" and "backward"'),
+        (("warmup", "--deterministic"), "are for gradients, add --direction backward"),
+        (("warmup", "--total", "64", "--bias", "--device", "cpu"), "packed sequences have no bias; leave it out"),
         (("cache", "burn"), "invalid choice"),
         (("nonsense",), "invalid choice"),
     ):
@@ -325,6 +330,39 @@ def test_explain_shows_options(capsys):
     refused(capsys, "seed must be at least 0", "explain", "--seed=-2")
 
 
+def test_explain_of_packed_sequences(capsys):
+    shape = ("--total-q", "65536", "--total-k", "32768", "--batch", "32", "--max-seqlen-q", "4096", "--heads", "8", "--head-dim", "64")
+    gpu = ("--dtype", "bfloat16", "--device", "sm_90")
+    status, out, err = command(capsys, "explain", *shape, *gpu, "--causal", "--sinks", "--alibi-slopes", "--cu-seqlens", "int64")
+    assert status == 0, err
+    for line in (
+        *(r"problem +bfloat16, q \(65536, 8, 64\), k \(32768, 8, 64\), v \(32768, 8, 64\)", r"cu_seqlens_q +int64 \(33,\)", r"sinks +float32 \(8,\)"),
+        *(r"alibi_slopes +float32 \(1, 8\)", "band +query i sees keys j <= i \\+ length_k - length_q", "family +sm90"),
+    ):
+        assert re.search(f"^{line}", out, re.M), out
+    status, out, err = command(capsys, "explain", *shape, "--backward", "--needs", "k,sinks", "--sinks")
+    assert status == 0 and re.search(r"^cu_seqlens_k +int32 \(33,\)", out, re.M) and "backward" in out, err
+    assert command(capsys, "explain", "--total-q", "0")[1].startswith("nothing to compute")
+    refused(capsys, r"packed sequences \(--total-q\) have no --seqlen-k", "explain", "--total-q", "8", "--seqlen-k", "8")
+    refused(capsys, "--total-k, --max-seqlen-k: for packed sequences alone", "explain", "--total-k", "8", "--max-seqlen-k", "8")
+    refused(capsys, "packed sequences have no mask; leave it out", "explain", "--total-q", "8", "--mask")
+    refused(capsys, "packed sequences have no seqlens_q; leave it out", "explain", "--total-q", "8", "--seqlens-q")
+    refused(capsys, "max_seqlen_q must not be negative", "explain", "--total-q", "8", "--max-seqlen-q=-1")
+    refused(capsys, r"cu_seqlens_q must have shape \(batch \+ 1,\)", "explain", "--total-q", "8", "--batch=-1")
+
+
+def test_explain_of_block_masks_and_gradients_of_options(capsys):
+    gpu = ("--dtype", "float16", "--device", "sm_90")
+    status, out, err = command(capsys, "explain", *gpu, "--block-mask", "--bias", "1,4096", "--backward", "--needs", "q,bias")
+    assert (
+        status == 0 and re.search("^mask +BlockMask", out, re.M) and "with_dq True, with_dk False, with_dv False" in out and "with_dbias True" in out
+    ), err
+    refused(capsys, "not allowed with argument", "explain", "--block-mask", "--mask")
+    refused(capsys, "--needs is for gradients, add --backward", "explain", "--needs", "q")
+    refused(capsys, "no sinks was given", "explain", "--backward", "--needs", "q,sinks")
+    refused(capsys, "needs must hold nothing but", "explain", "--backward", "--needs", "x")
+
+
 def test_explain_without_the_compilers_libraries(capsys, monkeypatch, tmp_path):
     from numbaflash.toolchain import compile as compiler
     from numbaflash.toolchain import resources
@@ -393,15 +431,70 @@ def test_cache_list_size_clear(tmp_path, capsys, monkeypatch):
     assert command(capsys, "cache", "size")[1].startswith("0 kernels")
 
 
+SMALL = ("--dtype", "float32", "--head-dim", "32", "--causal", "yes", "--heads", "2", "--device", "sm_80", "--workers", "1", "--lse", "no")
+
+
 def test_warmup_fills_the_cache_for_a_gpu_that_is_not_there(tmp_path, monkeypatch):
     cache = tmp_path / "cache"
-    options = ("--dtype", "float32", "--head-dim", "32", "--causal", "yes", "--heads", "2", "--seqlen", "128", "--device", "sm_80", "--workers", "1")
     environment = os.environ | {"NUMBAFLASH_CACHE_DIR": str(cache)}
-    done = process("warmup", *options, env=environment)
+    done = process("warmup", *SMALL, "--seqlen", "128", env=environment)
     assert done.returncode == 0 and "1 kernels built" in done.stdout, done.stdout + done.stderr
     assert len(list(cache.glob("*.ptx"))) == 1
-    again = process("warmup", *options, env=environment)
+    again = process("warmup", *SMALL, "--seqlen", "128", env=environment)
     assert "0 kernels built, 1 in the cache" in again.stdout
+
+
+def test_warmup_of_packed_sequences_with_options(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("NUMBAFLASH_CACHE_DIR", str(tmp_path))
+    packed = ("--total", "4096:2048", "--max-seqlen", "512", "--batch", "8", "--softcap", "30", "--sinks", "--direction", "forward,backward")
+    status, out, err = command(capsys, "warmup", *SMALL, *packed, "--needs", "q,k,v,sinks")
+    assert status == 0 and re.match(r"(\d+) kernels built, 0 in the cache", out), out + err
+    built = len(list(tmp_path.glob("*.ptx")))
+    shape = ("--heads", "2", "--head-dim", "32", "--batch", "8", "--total-q", "4096", "--total-k", "2048", "--causal", "--softcap", "30", "--sinks")
+    for more in ((), ("--backward", "--needs", "q,k,v,sinks")):
+        status, out, err = command(capsys, "explain", *shape, "--max-seqlen-q", "512", "--max-seqlen-k", "512", "--device", "sm_80", *more)
+        assert status == 0 and "simt" in out, err
+    assert len(list(tmp_path.glob("*.ptx"))) == built, "explain compiles nothing that the warm-up did not"
+
+
+def test_warmup_passes_every_option(capsys, monkeypatch):
+    from numbaflash.toolchain import warmup as warming
+
+    asked = {}
+    monkeypatch.setattr(warming, "warmup", lambda **given: asked.update(given) or "done")
+    more = (
+        "--mask",
+        "1,64,64",
+        "--bias",
+        "64,64:float32",
+        "--alibi-slopes",
+        "--seqlens-q",
+        "--seqlens-k",
+        "int64",
+        "--dropout",
+        "0.5",
+        "--scale",
+        "2",
+    )
+    assert command(capsys, "warmup", *SMALL, "--seqlen", "64", "--batch", "3", *more, "--direction", "backward", "--deterministic")[:2] == (
+        0,
+        "done\n",
+    )
+    assert asked["options"] == {
+        "scale": 2.0,
+        "softcap": None,
+        "dropout": 0.5,
+        "block_mask": False,
+        "alibi_slopes": True,
+        "sinks": False,
+        "mask": ((1, 64, 64), "bool"),
+        "bias": ((64, 64), "float32"),
+        "seqlens_q": ((3,), "int32"),
+        "seqlens_k": ((3,), "int64"),
+    }
+    assert (asked["directions"], asked["deterministic"], asked["return_lse"], asked["totals"]) == (["backward"], True, [False], ())
+    assert command(capsys, "warmup", "--mask", "--bias", "--lse", "no,yes", "--device", "cpu")[0] == 0
+    assert asked["options"]["mask"] is True and asked["options"]["bias"] is True and asked["return_lse"] == [False, True] and asked["seqlens"] is None
 
 
 def test_env_tells_every_probe(tmp_path):

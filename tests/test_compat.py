@@ -8,8 +8,10 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -347,6 +349,20 @@ def test_xformers_refuses():
     causal_bias = pytest.importorskip("torch.nn.attention.bias").causal_lower_right(5, 9)
     with pytest.raises(numbaflash.UnsupportedError, match="got CausalBias"):
         memory_efficient_attention(q, k, v, causal_bias)
+
+
+def test_the_picture_shows_what_the_functions_see():
+    figures = runpy.run_path(str(Path(__file__).resolve().parent.parent / "docs" / "figures" / "draw.py"))
+    panels, n = figures["compat_panels"](), figures["N"]
+    q, k = (torch.randn(1, n, 1, 4) for _ in range(2))
+    v = torch.eye(n)[None, :, None]
+    lengths = [end - start for start, end in itertools.pairwise(figures["COMPAT_ENDS"])]
+    for title, weights in (
+        ("window_size=(3, 1)", flash_attn_func(q, k, v, window_size=(3, 1))),
+        ("BlockDiagonalCausalMask", memory_efficient_attention(q, k, v, BlockDiagonalCausalMask(lengths, lengths))),
+    ):
+        _, _, seen = panels[title]
+        assert ((weights[0, :, 0] != 0).numpy() == seen).all()
 
 
 def test_compiled_as_one_graph():

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import runpy
+from pathlib import Path
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -123,6 +127,34 @@ def test_packed_sequences_by_position_ids():
     torch.testing.assert_close(packed, apart, rtol=1e-4, atol=1e-4)
 
 
+def test_the_picture_shows_what_models_ask_for(counted):
+    figures = runpy.run_path(str(Path(__file__).resolve().parent.parent / "docs" / "figures" / "draw.py"))
+    panels, n, ends = figures["compat_panels"](), figures["N"], figures["COMPAT_ENDS"]
+    attended, positions = torch.ones(1, n, dtype=torch.long), torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(ends)])[None]
+    attended[0, : figures["PADDING"]] = 0
+    with torch.no_grad():
+        pair("llama")[1](tokens(1, n), attention_mask=attended)
+        (padded, *_) = counted
+        counted.clear()
+        config = transformers.MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=3)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="numba")
+        model(tokens(1, n), position_ids=positions, use_cache=False)
+    for title, options in (("padding on the left", padded), ("sliding_window=3, packed", counted[0])):
+        seen = torch.from_numpy(panels[title][2])
+        rows = seen.any(1)  # of padding, models take what they get
+        assert torch.equal(options["mask"][0, 0][rows], seen[rows]) and not options.get("causal")
+
+
+def test_transformers_takes_every_flash_for_one_of_its_own():
+    """Why the name is not the package's: where this fails, it may become so."""
+    transformers.AttentionInterface.register("numbaflash", attention_forward)
+    try:
+        with pytest.raises(ValueError, match="flash attention implementation at `numbaflash`"):
+            transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"](), attn_implementation="numbaflash")
+    finally:
+        del transformers.AttentionInterface._global_mapping["numbaflash"]
+
+
 def test_compiled_as_one_graph():
     _, ours = pair("llama")
     ids = tokens(2, 7)
@@ -188,7 +220,11 @@ def test_refuses():
             attention_forward(None, q, q, q, None, **options)
     with pytest.raises(TypeError, match="name must be a string"):
         register(None)
-    for name, words in (("numbaflash", 'must not have "flash" in it'), ("sdpa", "must be a new one; got 'sdpa'"), ("eager", "must be a new one")):
+    for name, words in (
+        ("numbaflash", 'must not have "flash" in it'),
+        ("sdpa", "must be a new one; got 'sdpa'"),
+        ("eager", "must be a new one"),
+    ):
         with pytest.raises(ValueError, match=words):
             register(name)
 

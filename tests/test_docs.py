@@ -92,6 +92,26 @@ def test_every_python_block_is_an_example():
         assert page.read_text(encoding="utf-8").count("```python") == len(examples(page)), f"{page.name} has a Python block that no test runs"
 
 
+def modules_with_examples():
+    return [path for path in sorted((ROOT / "numbaflash").rglob("*.py")) if "\n    >>> " in path.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("path", modules_with_examples(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_examples_of_docstrings(path):
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for need in ("jax", "torch", "transformers"):
+        if f"import {need}" in path.read_text(encoding="utf-8") or f"from {need}" in path.read_text(encoding="utf-8"):
+            pytest.importorskip(need)
+    found = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    assert found.attempted and not found.failed
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("option-*.md")) + [ROOT / "docs" / name for name in ("packed.md", "compat.md")], ids=str)
+def test_every_feature_has_an_example_and_a_picture(page):
+    shown = re.findall(r"^!\[[^]]+\]\(figures/(\w+)\.svg\)$", page.read_text(encoding="utf-8"), re.M)
+    assert examples(page) and shown and set(shown) <= set(figures())
+
+
 def figures():
     spec = importlib.util.spec_from_file_location("draw", ROOT / "docs" / "figures" / "draw.py")
     module = importlib.util.module_from_spec(spec)

@@ -44,6 +44,14 @@ OPTIONS = {
     "all descend": {"boundaries": ((1000, 0, 90, 2), (0, 170, 3, 190))},
 }
 OPTIONS["together"] |= {"alibi_shape": (7, 4)}
+CAPTURED = (
+    ((0, 300, 428, 700), (0, 250, 450, 650)),
+    ((0, 64, 64, 690), (0, 1, 130, 600)),
+    ((0, 500, 600, 600), (0, 500, 500, 640)),
+    ((0, 0, 0, 0), (0, 0, 0, 0)),
+)
+"""Boundaries of queries and keys that take turns in one graph: the first are those it was captured with; sequences longer than was told, too."""
+
 DIMS = ((64, 64), (128, 128), (256, 256), (96, 40), (192, 128))
 
 
@@ -129,6 +137,54 @@ def test_many_tiles(gpu):
     report([check_many_tiles(gpu.family, gpu.library)])
 
 
+def check_captured(family, library, dtype, causal=True):
+    """A graph of attention and its gradients heeds the boundaries that lie in the captured memory when it runs; the host has no part in them.
+
+    None without torch, whose graphs these are.
+    """
+    if library != "torch-cuda":
+        return None
+    import torch
+
+    def random(*shape):
+        return torch.randn(shape, device="cuda").to(getattr(torch, dtype))
+
+    q, k, v, dout = random(700, 4, 64), random(650, 2, 64), random(650, 2, 64), random(700, 4, 64)
+    ends_q, ends_k = (torch.tensor(ends, device="cuda", dtype=torch.int32) for ends in CAPTURED[0])
+    given = {"causal": causal, "max_seqlen_q": 300, "max_seqlen_k": 300}
+
+    def attend(q, k, v, dout, ends_q, ends_k):
+        out, lse = numbaflash.forward_varlen(q, k, v, ends_q, ends_k, return_lse=True, **given)
+        return out, lse, *numbaflash.backward_varlen(dout, q, k, v, out, lse, ends_q, ends_k, deterministic=True, **given)
+
+    with dispatch.use_family(family):
+        before = attend(q, k, v, dout, ends_q, ends_k)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = attend(q, k, v, dout, ends_q, ends_k)
+        for number, ends in enumerate(CAPTURED):
+            for held, new in zip((ends_q, ends_k), ends, strict=True):
+                held.copy_(torch.tensor(new, dtype=torch.int32))
+            for x in found:
+                x.fill_(torch.nan)  # what a replay does not write is seen
+            graph.replay()
+            wanted = attend(q, k, v, dout, *(torch.tensor(new, device="cuda", dtype=torch.int32) for new in ends))
+            assert all(map(torch.equal, found, wanted)), f"boundaries {ends}"
+            assert torch.equal(found[0], before[0]) == (number == 0), "other boundaries give other results"
+            last_q, last_k = ends[0][-1], ends[1][-1]
+            assert not found[0][last_q:].any() and found[1][:, last_q:].isneginf().all() and not found[2][last_q:].any()
+            assert not found[3][last_k:].any() and not found[4][last_k:].any()
+    return ""
+
+
+@pytest.mark.parametrize("causal", (False, True))
+def test_a_packed_call_can_be_captured(gpu, causal):
+    if "torch-cuda" not in testing.gpu_libraries():
+        pytest.skip("needs PyTorch with CUDA")
+    check_captured(gpu.family, "torch-cuda", "bfloat16" if "bfloat16" in gpu.dtypes else "float32", causal)
+
+
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_random(gpu, direction):
     dims = (8, 64, 96, 128, 256)
@@ -171,6 +227,8 @@ def main(processes: int) -> int:
     jobs += [("sm90", case) for name in ("short ones", "together") for case in list(cases(name, "float16"))[4::5]]
     jobs += [("simt", case) for name in OPTIONS for case in list(cases(name, "float32", DIMS[:2]))[FIRST[name] % 3 :: 5]]
     jobs += [("simt", case) for case in list(cases("together", "bfloat16"))[::10]]
+    for family, dtype in (("sm90", "bfloat16"), ("simt", "float32")):
+        jobs += [(family, partial(check_captured, dtype=dtype, causal=causal)) for causal in (False, True)]
     for family in ("sm90", "simt"):
         jobs += [(family, partial(check_each_alone, causal=causal)) for causal in (False, True)] + [(family, check_many_tiles)]
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:

@@ -18,14 +18,15 @@ import textwrap
 import threading
 import types
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from numbaflash import dispatch, toolchain
-from numbaflash.problem import make_problem
+from numbaflash.kernels.blocks import layout
+from numbaflash.problem import ITEMSIZE, NEEDS, make_packed_problem, make_problem
 from numbaflash.toolchain import Array, CompileError, CudaError, KernelRequest, KernelSource, Pointer, Ptx, Scalar, TensorMap
 from numbaflash.toolchain import cache as disk
 from numbaflash.toolchain import compile as compiler
@@ -1524,7 +1525,7 @@ HOPPER_DEVICE = dispatch.Device("cuda", 0, (9, 0), 132, "somewhere")
 
 def test_warmup_by_options(family, fake):
     report = warming.warmup(device=HOPPER_DEVICE, load=False, workers=1)
-    assert report.plans == 2 * 2 * 2 * 3 and len(report.built) == 4 and report.loaded == 0
+    assert report.plans == 2 * 2 * 2 * 3 * 2 and len(report.built) == 4 and report.loaded == 0
     again = warming.warmup(dtypes=("float16",), head_dims=(64, (64, 128)), windows=(None, (128, 0)), seqlens=((16, 512),), device=0)
     assert again.built == () and len(again.cached) == 2 and again.loaded == 2 and len(fake.modules) == 2
     assert str(again).startswith("0 kernels built, 2 in the cache, 2 loaded, in ")
@@ -1539,10 +1540,80 @@ def test_warmup_by_examples(family):
         assert len(report.built + report.cached) == 1
 
 
+ARRAYS = {"mask": ((64, 96), "bool"), "bias": ((64, 96), "float32"), "alibi_slopes": ((4,), "float32"), "sinks": ((4,), "float32")}
+ARRAYS |= {"seqlens_q": ((2,), "int32"), "seqlens_k": ((2,), "int64")}
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(
+    "given, described",
+    [
+        ({"softcap": 9.0, "dropout": 0.25, "sinks": True, "seqlens_q": True}, {"sinks": ARRAYS["sinks"], "seqlens_q": ARRAYS["seqlens_q"]}),
+        ({"mask": True, "bias": ((64, 96), "float32"), "seqlens_k": ((2,), "int64")}, {name: ARRAYS[name] for name in ("mask", "bias", "seqlens_k")}),
+        ({"bias": ((96,), None), "alibi_slopes": True, "scale": 0.0}, {"bias": ((96,), "float16"), "alibi_slopes": ARRAYS["alibi_slopes"]}),
+        ({"block_mask": True, "mask": None, "sinks": False}, {"block_mask": ((1, 1, layout.words(64, 96, 0)), "int32")}),
+        ("packed", {"sinks": ARRAYS["sinks"], "cu_seqlens_q": ((3,), "int32"), "cu_seqlens_k": ((3,), "int32")}),
+    ],
+    ids=["numbers", "arrays", "broadcast", "blocks", "packed"],
+)
+def test_warmup_builds_what_a_call_asks_for(monkeypatch, given, described, direction):
+    """The kernels are those of a call with contiguous arrays, through every family of the architecture."""
+    from numbaflash import call
+    from numbaflash.arrays import Facts
+
+    warmed = []
+    monkeypatch.setattr(warming, "warm_plans", lambda plans, **_: warmed.extend(plans))
+    packed = given == "packed"
+    lengths = {"totals": ((64, 96),), "max_seqlens": ((40, 50),)} if packed else {"seqlens": ((64, 96),)}
+    needs = (*NEEDS, *(name for name in ("bias", "sinks") if name in described))
+    lists = {"dtypes": ("float16",), "head_dims": ((64, 32),), "causal": (True,), "windows": ((30, 2),), "heads": ((4, 2),), "batch": 2} | lengths
+    options = {"sinks": True} if packed else given
+    for family in ("sm90", "simt"):
+        with dispatch.use_family(family):
+            warming.warmup(**lists, options=options, directions=(direction,), needs=needs, device=HOPPER_DEVICE, load=False)
+            rows, keys = ((64,), (96,)) if packed else ((2, 64), (2, 96))
+            shapes = (*rows, 4, 64), (*keys, 2, 64), (*keys, 2, 32)
+            facts = {name: (shape, "float16") for name, shape in zip("qkv", shapes, strict=True)} | described
+            facts = {name: Facts(256, shape, None, dtype, "cuda", 0) for name, (shape, dtype) in facts.items()}
+            facts = {name: replace(each, strides=dispatch.contiguous_strides(each.shape, ITEMSIZE[each.dtype])) for name, each in facts.items()}
+            numbers = {name: options[name] for name in ("softcap", "dropout", "scale") if name in options} | {"causal": True, "window": (30, 2)}
+            numbers |= {"max_seqlen_q": 40, "max_seqlen_k": 50} if packed else {}
+            make = make_packed_problem if packed else make_problem
+            problem = make(*shapes, ("float16",) * 3, **numbers, **described)
+            if direction == "forward":
+                wanted = [call.plan_call(problem, facts, with_lse, HOPPER_DEVICE) for with_lse in (False, True)]
+            else:
+                wanted = [call.plan_backward_call(problem, facts, needs, False, HOPPER_DEVICE)]
+        package = dispatch.family(family, direction)
+        assert [plan.family for plan in warmed] == [family] * len(wanted)
+        assert list(map(package.request, warmed)) == list(map(package.request, wanted))
+        assert [(plan.config, plan.grid, plan.workspace_bytes) for plan in warmed] == [(p.config, p.grid, p.workspace_bytes) for p in wanted]
+        warmed.clear()
+
+
+def test_warmup_of_packed_sequences_alone_and_beside_others(monkeypatch):
+    plans = []
+    monkeypatch.setattr(warming, "warm_plans", lambda found, **_: plans.extend(found))
+    lists = {"dtypes": ("float16",), "head_dims": (64,), "causal": (True,), "device": HOPPER_DEVICE, "load": False, "return_lse": (False,)}
+    warming.warmup(**lists, totals=(4096, (8, 16)), max_seqlens=(None, 512), batch=4)
+    assert [(p.problem.total_q, p.problem.total_k, p.problem.seqlen_q, p.problem.batch) for p in plans] == [
+        (4096, 4096, 1024, 4),
+        (4096, 4096, 512, 4),
+        (8, 16, 2, 4),
+        (8, 16, 8, 4),
+    ]
+    plans.clear()
+    warming.warmup(**lists, totals=(4096,), seqlens=(512,), options=({}, {"softcap": 5.0}))
+    assert [(p.problem.packed, p.problem.softcap) for p in plans] == [(False, None), (True, None), (False, 5.0), (True, 5.0)]
+    plans.clear()
+    warming.warmup(**lists, seqlens=((16, 0), (0, 16)), directions=("forward", "backward"))
+    assert [(p.direction, p.problem.seqlen_q) for p in plans] == [("forward", 16)], "what launches nothing is left out"
+
+
 def test_warmup_reports_kernel_and_plan(monkeypatch, family):
     family.build = build_untypable
     with pytest.raises(warming.WarmupError) as caught:
-        warming.warmup(dtypes=("float16",), head_dims=(64,), causal=(False,), device=HOPPER_DEVICE, load=False)
+        warming.warmup(dtypes=("float16",), head_dims=(64,), causal=(False,), return_lse=(True,), device=HOPPER_DEVICE, load=False)
     for words in ("1 kernels failed to warm up", "build_untypable 128 for sm_90a; plan of simt on somewhere for Problem(", "nothing"):
         assert words in str(caught.value)
     assert len(caught.value.report.failed) == 1
@@ -1558,7 +1629,7 @@ def test_warmup_of_a_family_without_requests(monkeypatch):
             prepared.append(plan)
 
     monkeypatch.setattr(dispatch, "family", lambda name, direction="forward": Simple())
-    options = {"dtypes": ("float32",), "head_dims": (64,), "causal": (False,), "seqlens": (64,)}
+    options = {"dtypes": ("float32",), "head_dims": (64,), "causal": (False,), "seqlens": (64,), "return_lse": (True,)}
     assert len(warming.warmup(**options, device="cpu", load=False).built) == 1 and len(prepared) == 1
     with pytest.raises(warming.WarmupError, match="cannot build a kernel without loading it"):
         warming.warmup(**options, device=HOPPER_DEVICE, load=False)
@@ -1574,10 +1645,37 @@ def test_warmup_of_a_family_without_requests(monkeypatch):
         ({"head_dims": ("64",)}, "head_dims must hold integers or pairs"),
         ({"heads": ((1, 2, 3),)}, "heads must hold integers or pairs"),
         ({"examples": ["x"]}, "examples must be Problem or Plan objects"),
+        ({"totals": 64}, "totals must be a sequence of values; got 64"),
+        ({"totals": (64,), "max_seqlens": ("x",)}, "max_seqlens must hold integers or pairs"),
+        ({"options": "mask"}, "options must be a sequence of values; got 'mask'"),
+        ({"options": ("mask",)}, "options must be a dict of options, or a sequence of such; got 'mask'"),
+        ({"options": {"window": (1, 1)}}, "options must be of scale, softcap, dropout, mask, block_mask, bias,"),
+        ({"options": {"mask": (64, 64)}}, "mask must be True or a pair (shape, dtype); got (64, 64)"),
+        ({"options": {"mask": ((64, 64), "float32")}, "seqlens": (64,)}, "mask must be bool"),
+        ({"return_lse": True}, "return_lse must be a sequence of values; got True"),
+        ({"return_lse": (1,)}, "return_lse must be True or False; got 1"),
+        ({"directions": "backward"}, "directions must be a sequence of values"),
+        ({"deterministic": 1}, "deterministic must be True or False; got 1"),
     ],
 )
 def test_bad_warmup_options(options, words):
     with pytest.raises(TypeError, match=re.escape(words)):
+        warming.warmup(**{"device": HOPPER_DEVICE, **options})
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"directions": ("sideways",)}, 'directions must hold nothing but "forward" and "backward"; got \'sideways\''),
+        ({"options": {"mask": ((64, 7), "bool")}, "seqlens": (64,)}, "mask must broadcast to (batch, heads, seqlen_q, seqlen_k) = (1, 16, 64, 64)"),
+        ({"options": {"block_mask": True}, "totals": (64,)}, "packed sequences have no mask; leave it out"),
+        ({"options": {"seqlens_k": True}, "totals": (64,)}, "packed sequences have no seqlens_k; leave it out"),
+        ({"totals": (64,), "batch": -1}, "cu_seqlens_q must have shape (batch + 1,)"),
+        ({"directions": ("backward",), "needs": ("bias",)}, 'needs holds "bias", but no bias was given'),
+    ],
+)
+def test_bad_warmup_values(options, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
         warming.warmup(**{"device": HOPPER_DEVICE, **options})
 
 

@@ -136,6 +136,49 @@ def test_values_are_checked_on_demand(values, longest, message, monkeypatch):
     numbaflash.forward_varlen(q, q, q, ends, ends, max_seqlen_q=7)
 
 
+def test_values_of_keys_are_checked_too(monkeypatch):
+    q, k, ends = np.zeros((12, 1, 8), np.float32), np.zeros((9, 1, 8), np.float32), np.array([0, 5, 12])
+    monkeypatch.setenv("NUMBAFLASH_CHECK", "1")
+    for numbers, message in (
+        ([0, 5, 10], "cu_seqlens_k must end within the 9 rows of k and v; got 10"),
+        ([0, 7, 5], r"cu_seqlens_k must not descend; got 7 followed by 5 \(elements 1 and 2\)"),
+        ([-1, 5, 9], "cu_seqlens_k must begin with 0; got -1"),
+    ):
+        for dtype in (np.int32, np.int64):
+            for function in (numbaflash.forward_varlen, numbaflash.attention_varlen):
+                with pytest.raises(ValueError, match=message):
+                    function(q, k, k, ends, np.array(numbers, dtype))
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "options"),
+    [
+        (TypeError, "cu_seqlens_q must be int32 or int64; got dtype float32", {"cu_seqlens_q": np.array([0, 5, 12], np.float32)}),
+        (TypeError, "cu_seqlens_k must be int32 or int64; got dtype bool", {"cu_seqlens_k": np.array([0, 1, 1], bool)}),
+        (
+            ValueError,
+            r"alibi_slopes must have shape \(heads,\) = \(1,\) or .* = \(2, 1\); got \(3, 1\)",
+            {"alibi_slopes": np.ones((3, 1), np.float32)},
+        ),
+        (ValueError, r"sinks must have shape \(heads,\) = \(1,\); got \(2,\)", {"sinks": np.zeros(2, np.float32)}),
+        (ValueError, "dropout must be at least 0 and below 1; got 1.0", {"dropout": 1.0, "seed": 1}),
+        (ValueError, r"seed must be at least 0 and below 2\*\*64; got 18446744073709551616", {"dropout": 0.5, "seed": 2**64}),
+    ],
+)
+def test_bad_input_is_told_at_every_entry(error, message, options):
+    q, ends = np.zeros((12, 1, 8), np.float32), np.array([0, 5, 12])
+    options = {"cu_seqlens_q": ends, "cu_seqlens_k": ends} | options
+    saved = (q, q, q, q, q, np.zeros((1, 12), np.float32))
+    for function, arrays in (
+        (numbaflash.forward_varlen, (q, q, q)),
+        (numbaflash.attention_varlen, (q, q, q)),
+        (numbaflash.backward_varlen, saved),
+        (numbaflash.explain, (q, q, q)),
+    ):
+        with pytest.raises(error, match=message):
+            function(*arrays, **options)
+
+
 def test_errors_of_a_call():
     q, ends = np.zeros((12, 1, 8), np.float32), np.array([0, 5, 12])
     with pytest.raises(TypeError, match="cu_seqlens_q must be an array of NumPy"):

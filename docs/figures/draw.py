@@ -236,7 +236,7 @@ def weights_of(entry=0, causal=False, seed=0, **options):
     rng = np.random.default_rng(4)
     q, k = rng.standard_normal((2, 2, N, 1, 4))
     v = np.broadcast_to(np.eye(N)[:, None], (2, N, 1, N))
-    arrays = {name: np.asarray(x) for name, x in options.items() if name not in ("softcap", "dropout", "scale")}
+    arrays = {name: np.asarray(x) for name, x in options.items() if name not in ("softcap", "dropout", "scale", "window")}
     numbers = {name: x for name, x in options.items() if name not in arrays}
     described = {name: (x.shape, x.dtype.name) for name, x in arrays.items()}
     problem = make_problem(q.shape, k.shape, v.shape, ("float32",) * 3, causal=causal, **numbers, **described)
@@ -280,6 +280,16 @@ def _option(*panels):
 
 
 CAUSAL = ("causal", f"{N} queries, {N} keys")
+
+
+def window() -> Svg:
+    """A window on the left, on both sides, and with causal where there are more keys than queries."""
+    return _option(
+        ("window=(3, 0)", "three keys before and its own", *weights_of(window=(3, 0))),
+        ("window=(2, 1)", "two before, one after", *weights_of(window=(2, 1))),
+        ("window=(None, 2)", "all before, two after", *weights_of(window=(None, 2))),
+        ("causal=True, window=(4, 2)", "causal ends it at its own key", *weights_of(causal=True, window=(4, 2))),
+    )
 
 
 def mask() -> Svg:
@@ -396,8 +406,32 @@ def packed() -> Svg:
     )
 
 
+COMPAT_ENDS = (0, 4, 7, 10)
+PADDING = 3
+"""Padding in front of the entry that the picture of transformers' masks shows."""
+
+
+def compat_panels() -> dict[str, tuple]:
+    """What queries see through the functions of other libraries: by title, some words and (weights, seen), each (N, N)."""
+    sequence = np.searchsorted(COMPAT_ENDS, np.arange(N), "right")
+    return {
+        "window_size=(3, 1)": ("flash_attn", *weights_of(window=(3, 1))),
+        "BlockDiagonalCausalMask": ("xformers, lengths 4, 3 and 3", *packed_weights(COMPAT_ENDS, COMPAT_ENDS, "top_left")),
+        "padding on the left": ("transformers, 3 tokens of it", *weights_of(causal=True, mask=np.arange(N) >= PADDING)),
+        "sliding_window=3, packed": (
+            "transformers, by position_ids",
+            *weights_of(causal=True, window=(2, 0), mask=sequence[:, None] == sequence),
+        ),
+    }
+
+
+def compat() -> Svg:
+    """The same, side by side."""
+    return _option(*((title, *panel) for title, panel in compat_panels().items()))
+
+
 FIGURES = {"tiling": tiling, "band": band, "backward": backward, "mask": mask, "blocks": blocks, "bias": bias, "alibi": alibi, "softcap": softcap}
-FIGURES |= {"dropout": dropout, "sinks": sinks, "padded": padded, "packed": packed}
+FIGURES |= {"dropout": dropout, "sinks": sinks, "padded": padded, "packed": packed, "window": window, "compat": compat}
 
 if __name__ == "__main__":
     for name, draw in FIGURES.items():

@@ -19,7 +19,10 @@ def add_parser(commands) -> argparse.ArgumentParser:
     options.add_arrays(parser)
     options.add_choice(parser, device="cpu", device_help="cpu, cuda:INDEX, or an architecture such as sm_90", dtype="float32")
     parser.add_argument("--lse", action="store_true", help="plan for a call that also returns lse")
-    parser.add_argument("--backward", action="store_true", help="plan the gradients of q, k and v")
+    parser.add_argument("--backward", action="store_true", help="plan the gradients")
+    parser.add_argument(
+        "--needs", type=options.names, metavar="NAMES", help="with --backward: inputs with gradients, of q, k, v, bias, sinks (default: q,k,v)"
+    )
     parser.add_argument("--deterministic", action="store_true", help="with --backward: the same bits each time")
     return parser
 
@@ -27,22 +30,24 @@ def add_parser(commands) -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> int:
     from ..dispatch import make_backward_plan, make_plan, use_family
     from ..explanation import explain_plan
-    from ..problem import check_seed, make_problem
+    from ..problem import NEEDS, check_needs, check_seed
     from ..support import contiguous_backward_layouts, contiguous_layouts
     from .devices import planned_device
 
+    if arguments.needs and not arguments.backward:
+        raise CommandError("--needs is for gradients, add --backward")
     if arguments.deterministic and not arguments.backward:
         raise CommandError("--deterministic is for gradients, add --backward; the forward gives the same bits each time")
     with reported(), use_family(arguments.family):
         check_seed(arguments.seed or 0, 0)
-        given = options.attention(arguments) | options.arrays(arguments)
-        problem = make_problem(*options.shapes(arguments), (arguments.dtype,) * 3, **given)
+        problem = options.problem(arguments)
         if problem.sees_nothing if arguments.backward else problem.is_empty:
             print("nothing to compute: " + ("the result has no element" if problem.is_empty else "no query sees a key, so every gradient is 0"))
             return 0
         device = planned_device(arguments.device)
         if arguments.backward:
-            plan = make_backward_plan(problem, contiguous_backward_layouts(problem), device, arguments.deterministic)
+            needs = check_needs(arguments.needs or NEEDS, problem.gradients)
+            plan = make_backward_plan(problem, contiguous_backward_layouts(problem, needs), device, arguments.deterministic)
         else:
             plan = make_plan(problem, contiguous_layouts(problem, lse=arguments.lse), device)
         print(explain_plan(plan))

@@ -6,7 +6,9 @@ import argparse
 import re
 
 from ..dispatch import FAMILIES
-from ..problem import DTYPES, LENGTH_DTYPES
+from ..problem import DTYPES, LENGTH_DTYPES, PACKED, Problem, make_packed_problem, make_problem
+from ..support import described_options
+from .errors import CommandError
 
 
 def add_attention(parser: argparse.ArgumentParser) -> None:
@@ -20,10 +22,15 @@ def add_attention(parser: argparse.ArgumentParser) -> None:
         metavar="LEFT,RIGHT",
         help='keys seen to the left and to the right, inclusive; "none" is unbounded, for example 128,0 or 128,none',
     )
+    add_numbers(group)
+    group.add_argument("--seed", type=int, help="of the dropout mask, needed with --dropout: the same seed drops the same weights")
+
+
+def add_numbers(group) -> None:
+    """--scale, --softcap, --dropout."""
     group.add_argument("--scale", type=float, help="factor of the scores (default: 1/sqrt(head_dim))")
     group.add_argument("--softcap", type=float, help="scores become SOFTCAP * tanh(score / SOFTCAP) (default: no cap)")
     group.add_argument("--dropout", type=float, default=0.0, metavar="P", help="probability that a weight is dropped, below 1 (default: %(default)s)")
-    group.add_argument("--seed", type=int, help="of the dropout mask, needed with --dropout: the same seed drops the same weights")
 
 
 def attention(arguments: argparse.Namespace) -> dict:
@@ -33,12 +40,14 @@ def attention(arguments: argparse.Namespace) -> dict:
 
 
 def add_arrays(parser: argparse.ArgumentParser) -> None:
-    """--mask, --bias, --alibi-slopes, --sinks, --seqlens-q, --seqlens-k: which arrays there are, without their values."""
+    """--mask, --block-mask, --bias, --alibi-slopes, --sinks, --seqlens-q, --seqlens-k: which arrays there are, without their values."""
     group = parser.add_argument_group("arrays beyond q, k and v")
     broadcast = "of up to 4 axes that broadcast to batch,heads,seqlen_q,seqlen_k (without a SHAPE: seqlen_q,seqlen_k"
-    group.add_argument("--mask", type=shape, nargs="?", const=(), metavar="SHAPE", help=f"bool, {broadcast})")
+    masks = group.add_mutually_exclusive_group()
+    masks.add_argument("--mask", type=shape, nargs="?", const=True, metavar="SHAPE", help=f"bool, {broadcast})")
+    masks.add_argument("--block-mask", action="store_true", help="a mask that is a BlockMask, one for all heads and batch entries")
     group.add_argument(
-        "--bias", type=_shape_and_dtype, nargs="?", const=((), None), metavar="SHAPE[:DTYPE]", help=f"{broadcast}; without a DTYPE: that of q)"
+        "--bias", type=_shape_and_dtype, nargs="?", const=True, metavar="SHAPE[:DTYPE]", help=f"{broadcast}; without a DTYPE: that of q)"
     )
     group.add_argument("--alibi-slopes", action="store_true", help="a slope a head")
     group.add_argument("--sinks", action="store_true", help="a sink a head")
@@ -47,21 +56,15 @@ def add_arrays(parser: argparse.ArgumentParser) -> None:
 
 
 def arrays(arguments: argparse.Namespace) -> dict:
-    """(shape, dtype) of each array of `add_arrays` that there is, as `numbaflash.problem.make_problem` takes them."""
-    (batch, seqlen_q, heads, _), (_, seqlen_k, _, _), _ = shapes(arguments)
-    found = {}
+    """The arrays of `add_arrays` that there are, as `numbaflash.support.described_options` takes them."""
+    found = {name: getattr(arguments, name) for name in ("block_mask", "alibi_slopes", "sinks")}
     if arguments.mask is not None:
-        found["mask"] = (arguments.mask or (seqlen_q, seqlen_k), "bool")
+        found["mask"] = arguments.mask is True or (arguments.mask, "bool")
     if arguments.bias is not None:
-        sizes, dtype = arguments.bias
-        found["bias"] = (sizes or (seqlen_q, seqlen_k), dtype or arguments.dtype)
-    if arguments.alibi_slopes:
-        found["alibi_slopes"] = ((heads,), "float32")
-    if arguments.sinks:
-        found["sinks"] = ((heads,), "float64" if arguments.dtype == "float64" else "float32")
+        found["bias"] = arguments.bias
     for name in ("seqlens_q", "seqlens_k"):
         if getattr(arguments, name) is not None:
-            found[name] = ((batch,), getattr(arguments, name))
+            found[name] = ((arguments.batch,), getattr(arguments, name))
     return found
 
 
@@ -74,31 +77,56 @@ def add_choice(parser: argparse.ArgumentParser, *, device: str, device_help: str
 
 
 def add_shape(parser: argparse.ArgumentParser, *, seqlen: int, heads: int, head_dim: int) -> None:
-    """--batch, --seqlen-q, --seqlen-k, --heads, --kv-heads, --head-dim, --head-dim-v."""
+    """--batch, --seqlen-q, --seqlen-k, --heads, --kv-heads, --head-dim, --head-dim-v, and those of packed sequences."""
     group = parser.add_argument_group("shape")
-    group.add_argument("--batch", type=int, default=1, help="default: %(default)s")
-    group.add_argument("--seqlen-q", type=int, default=seqlen, help="queries (default: %(default)s)")
+    group.add_argument("--batch", type=int, default=1, help="batch entries, or how many packed sequences there are (default: %(default)s)")
+    group.add_argument("--seqlen-q", type=int, help=f"queries (default: {seqlen})")
     group.add_argument("--seqlen-k", type=int, help="keys (default: as many as queries)")
     group.add_argument("--heads", type=int, default=heads, help="query heads (default: %(default)s)")
     group.add_argument("--kv-heads", type=int, help="key and value heads (default: as many as query heads)")
     group.add_argument("--head-dim", type=int, default=head_dim, help="of q and k (default: %(default)s)")
     group.add_argument("--head-dim-v", type=int, help="of v (default: that of q and k)")
+    packed = parser.add_argument_group("packed sequences", "In place of --seqlen-q and --seqlen-k.")
+    packed.add_argument("--total-q", type=int, metavar="N", help="queries of all sequences")
+    packed.add_argument("--total-k", type=int, metavar="N", help="keys of all sequences (default: as many as queries)")
+    packed.add_argument("--max-seqlen-q", type=int, metavar="N", help="queries of the longest sequence (default: not told)")
+    packed.add_argument("--max-seqlen-k", type=int, metavar="N", help="keys of the longest sequence (default: not told)")
+    packed.add_argument("--cu-seqlens", choices=LENGTH_DTYPES, help="dtype of the boundaries (default: int32)")
+    parser.set_defaults(usual_seqlen=seqlen)
 
 
 def shapes(arguments: argparse.Namespace) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Shapes of q, k and v."""
+    """Shapes of q, k and v: of 4 axes, or of 3 for packed sequences."""
+    packed = arguments.total_q is not None
+    refused = ("seqlen_q", "seqlen_k") if packed else ("total_k", "max_seqlen_q", "max_seqlen_k", "cu_seqlens")
+    given = ", ".join(f"--{name.replace('_', '-')}" for name in refused if getattr(arguments, name) is not None)
+    if given:
+        raise CommandError(f"packed sequences (--total-q) have no {given}" if packed else f"{given}: for packed sequences alone, add --total-q")
 
     def default(value, other):
         return other if value is None else value
 
-    seqlen_k = default(arguments.seqlen_k, arguments.seqlen_q)
+    batch = () if packed else (arguments.batch,)
+    rows_q = arguments.total_q if packed else default(arguments.seqlen_q, arguments.usual_seqlen)
+    rows_k = default(arguments.total_k if packed else arguments.seqlen_k, rows_q)
     kv_heads = default(arguments.kv_heads, arguments.heads)
     head_dim_v = default(arguments.head_dim_v, arguments.head_dim)
     return (
-        (arguments.batch, arguments.seqlen_q, arguments.heads, arguments.head_dim),
-        (arguments.batch, seqlen_k, kv_heads, arguments.head_dim),
-        (arguments.batch, seqlen_k, kv_heads, head_dim_v),
+        (*batch, rows_q, arguments.heads, arguments.head_dim),
+        (*batch, rows_k, kv_heads, arguments.head_dim),
+        (*batch, rows_k, kv_heads, head_dim_v),
     )
+
+
+def problem(arguments: argparse.Namespace) -> Problem:
+    """The problem of the options of `add_shape`, `add_attention`, `add_arrays` and --dtype."""
+    of_operands = shapes(arguments)
+    given = attention(arguments) | described_options(arrays(arguments), of_operands, arguments.dtype)
+    if arguments.total_q is None:
+        return make_problem(*of_operands, (arguments.dtype,) * 3, **given)
+    boundaries = dict.fromkeys(PACKED, ((arguments.batch + 1,), arguments.cu_seqlens or "int32"))
+    longest = {name: getattr(arguments, name) for name in ("max_seqlen_q", "max_seqlen_k")}
+    return make_packed_problem(*of_operands, (arguments.dtype,) * 3, **given, **boundaries, **longest)
 
 
 def window(text: str) -> tuple[int | None, int | None]:
@@ -114,6 +142,11 @@ def shape(text: str) -> tuple[int, ...]:
     if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text):
         raise argparse.ArgumentTypeError(f"must be a shape such as 1024,1024 or 8,1,1,1024; got {text!r}")
     return tuple(map(int, text.split(",")))
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Words between commas; which ones a command takes is for the command to say."""
+    return tuple(part.strip() for part in text.split(","))
 
 
 def _shape_and_dtype(text: str) -> tuple[tuple[int, ...], str | None]:

@@ -23,8 +23,22 @@ def add_parser(commands) -> argparse.ArgumentParser:
         "--window", action="append", type=options.window, metavar="LEFT,RIGHT", help='may be given several times; "none" is unbounded'
     )
     parser.add_argument("--heads", type=_list(_pair), default="16", help="heads, or heads:kv_heads (default: %(default)s)")
-    parser.add_argument("--seqlen", type=_list(_pair), default="512,4096,16384", help="seqlen, or seqlen_q:seqlen_k (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=1, help="default: %(default)s")
+    parser.add_argument(
+        "--seqlen", type=_list(_pair), help="seqlen, or seqlen_q:seqlen_k (default: 512,4096,16384, or none where there are packed sequences)"
+    )
+    parser.add_argument("--batch", type=int, default=1, help="batch entries, or how many packed sequences there are (default: %(default)s)")
+    packed = parser.add_argument_group("packed sequences")
+    packed.add_argument("--total", type=_list(_pair), default=(), help="tokens of all sequences, or total_q:total_k")
+    packed.add_argument("--max-seqlen", type=_list(_pair), help="of the longest sequence, or max_seqlen_q:max_seqlen_k (default: not told)")
+    options.add_numbers(parser.add_argument_group("numbers"))
+    options.add_arrays(parser)
+    calls = parser.add_argument_group("calls")
+    calls.add_argument("--lse", type=_list(_yes), default="no,yes", help="of no, yes: calls that return lse (default: %(default)s)")
+    calls.add_argument(
+        "--direction", type=_list(str), default="forward", help="of forward, backward: attention, its gradients, or both (default: %(default)s)"
+    )
+    calls.add_argument("--deterministic", action="store_true", help="gradients that have the same bits each time")
+    calls.add_argument("--needs", type=options.names, default="q,k,v", help="inputs with gradients, of q, k, v, bias, sinks (default: %(default)s)")
     parser.add_argument("--workers", type=int, help="compiler processes (default: one a core)")
     parser.add_argument(
         "--device",
@@ -41,8 +55,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.workers is not None and arguments.workers < 1:
         raise CommandError(f"--workers must be at least 1; got {arguments.workers}")
+    if arguments.max_seqlen and not arguments.total:
+        raise CommandError("--max-seqlen: for packed sequences alone, add --total")
+    if "backward" not in arguments.direction and (arguments.deterministic or arguments.needs != ("q", "k", "v")):
+        raise CommandError("--deterministic and --needs are for gradients, add --direction backward")
     with reported():
         device = planned_device(arguments.device)
+        numbers = {name: getattr(arguments, name) for name in ("scale", "softcap", "dropout")}
         try:
             report = warmup(
                 dtypes=arguments.dtype,
@@ -51,7 +70,14 @@ def run(arguments: argparse.Namespace) -> int:
                 windows=arguments.window or (None,),
                 heads=arguments.heads,
                 seqlens=arguments.seqlen,
+                totals=arguments.total,
+                max_seqlens=arguments.max_seqlen or (None,),
                 batch=arguments.batch,
+                options=numbers | options.arrays(arguments),
+                return_lse=arguments.lse,
+                directions=arguments.direction,
+                deterministic=arguments.deterministic,
+                needs=arguments.needs,
                 device=device,
                 workers=arguments.workers,
                 load=not arguments.device.startswith("sm_"),
@@ -84,6 +110,12 @@ def _dtype(text):
     if text not in DTYPES:
         raise argparse.ArgumentTypeError(f"must be of {', '.join(DTYPES)}; got {text!r}")
     return text
+
+
+def _yes(text):
+    if text not in ("no", "yes"):
+        raise argparse.ArgumentTypeError(f"must be of no, yes; got {text!r}")
+    return text == "yes"
 
 
 def _causal(text):

@@ -1,7 +1,9 @@
 """Attention of Hugging Face transformers: ``attn_implementation="numba"`` for every model that looks its attention up by name.
 
-Not "numbaflash": transformers takes every name that has "flash" in it for one of its flash_attn back ends, whose package it then wants to load,
-and whose arguments for packed sequences many models would pass.
+Not "numbaflash": since 5.0, transformers takes every name that has "flash" in it for one of its flash_attn back ends
+(`transformers.utils.generic.is_flash_attention_requested`). While a model is made, it then wants to load the package of that name from its hub
+and fails; models of pictures would pass the boundaries of packed sequences in place of a mask, and ``generate`` would treat caches and masks in
+another way. No registration changes that.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def register(name="numba"):
     if not isinstance(name, str):
         raise TypeError(f"name must be a string; got {name!r}")
     if "flash" in name:
-        raise ValueError(f'name must not have "flash" in it, by which transformers knows back ends of another kind; got {name!r}')
+        raise ValueError(f'name must not have "flash" in it, or transformers wants to load a package of that name from its hub; got {name!r}')
     if name == "eager" or AttentionInterface().get(name, attention_forward) is not attention_forward:
         raise ValueError(f"name must be a new one; got {name!r}, which is an attention implementation of transformers or of yours")
     AttentionInterface.register(name, attention_forward)

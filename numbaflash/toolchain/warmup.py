@@ -12,13 +12,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 
 from .. import dispatch
-from ..dispatch import Device, Layout, Layouts, Plan
-from ..problem import ITEMSIZE, Problem, make_problem
+from ..dispatch import Device, Plan
+from ..problem import NEEDS, PACKED, Problem, check_flag, check_needs, make_packed_problem, make_problem
+from ..support import contiguous_backward_layouts, contiguous_layouts, described_options
 from .compile import CompileError, KernelRequest, adopt, compile_ptx, is_cached
 from .log import logger
 
@@ -70,8 +71,15 @@ def warmup(
     causal=(False, True),
     windows=(None,),
     heads=((16, 16),),
-    seqlens=(512, 4096, 16384),
+    seqlens=None,
+    totals=(),
+    max_seqlens=(None,),
     batch: int = 1,
+    options=({},),
+    return_lse=(False, True),
+    directions=("forward",),
+    deterministic: bool = False,
+    needs=NEEDS,
     device=0,
     workers: int | None = None,
     load: bool = True,
@@ -84,8 +92,8 @@ def warmup(
     Parameters
     ----------
     examples : Problem or Plan, or several, optional
-        Exactly these problems: ``numbaflash.explain(...).plan`` is the `Plan` of arrays, and keeps their strides and
-        device. The option lists below are then not used.
+        Exactly these problems: ``numbaflash.explain(...).plan`` is the `Plan` of arrays, and keeps their strides,
+        device and direction. The lists up to ``options`` are then not used; a `Problem` stands for contiguous arrays.
     dtypes : sequence of str
     head_dims : sequence of int or (int, int)
         head_dim, or (head_dim, head_dim_v).
@@ -93,9 +101,25 @@ def warmup(
         Values of `numbaflash.forward`'s options.
     heads : sequence of (int, int)
         (query heads, key/value heads).
-    seqlens : sequence of int or (int, int)
-        seqlen, or (seqlen_q, seqlen_k): tiles are chosen by length.
+    seqlens : sequence of int or (int, int), optional
+        seqlen, or (seqlen_q, seqlen_k): tiles are chosen by length. By default 512, 4096 and 16384, or none where there are totals.
+    totals : sequence of int or (int, int)
+        Packed sequences, as `numbaflash.forward_varlen` takes them: tokens of all of them, or (total_q, total_k).
+    max_seqlens : sequence of None, int or (int, int)
+        Of packed sequences: ``max_seqlen_q`` and ``max_seqlen_k``; None is not told.
     batch : int
+        Batch entries; of packed sequences, how many there are.
+    options : dict, or sequence of dict
+        Further options of `numbaflash.forward` by name, each dict a combination: ``softcap``, ``dropout`` and ``scale`` as they are, and for an
+        array (``mask``, ``bias``, ``alibi_slopes``, ``sinks``, ``seqlens_q``, ``seqlens_k``) its (shape, dtype), or True for a usual one: mask and
+        bias (seqlen_q, seqlen_k), the bias of the dtype of q, slopes and sinks (heads,), lengths (batch,) of int32. ``block_mask=True`` stands
+        for a mask that is a `numbaflash.BlockMask`. Packed sequences have no mask, bias and lengths.
+    return_lse : sequence of bool
+        Values of `numbaflash.forward`'s option: kernels of some families differ. Gradients need the LSE.
+    directions : sequence of "forward" and "backward"
+        Attention, its gradients, or both.
+    deterministic, needs
+        As `numbaflash.backward` takes them.
     device : int, "cpu", Device, or a sequence of these
         For a GPU that this machine does not have (to fill the cache of a container image), hand in a
         `numbaflash.dispatch.Device` and ``load=False``.
@@ -110,22 +134,37 @@ def warmup(
 
     Raises
     ------
+    TypeError, ValueError
+        For a wrong argument.
     UnsupportedError
         When no kernel computes one of the problems.
     WarmupError
         When kernels failed; the others are built nevertheless.
+
+    Examples
+    --------
+    >>> import numbaflash as nf
+    >>> lists = {"dtypes": ("float32",), "head_dims": (64,), "causal": (True,), "heads": ((8, 2),)}
+    >>> report = nf.warmup(**lists, totals=(4096,), batch=16, options={"softcap": 30.0, "alibi_slopes": True}, device="cpu")
+    >>> report.plans, report.failed
+    (2, {})
     """
-    devices = [_device(one) for one in (device if isinstance(device, (list, tuple)) else [device])]
     if examples is None:
-        problems = _combinations(dtypes, head_dims, causal, windows, heads, seqlens, batch)
-        plans = [_plan(problem, on) for on in devices for problem in problems]
+        options = (options,) if isinstance(options, Mapping) else options
+        seqlens = seqlens if seqlens is not None else () if totals else (512, 4096, 16384)
+        lists = {"dtypes": dtypes, "head_dims": head_dims, "causal": causal, "windows": windows, "heads": heads, "options": options}
+        lists |= {"seqlens": seqlens, "totals": totals, "max_seqlens": max_seqlens}
+        problems, plans = _combinations(lists, batch), []
     else:
         examples = [examples] if isinstance(examples, (Problem, Plan)) else list(examples)
         for example in examples:
             if not isinstance(example, (Problem, Plan)):
                 raise TypeError(f"examples must be Problem or Plan objects (numbaflash.explain(...).plan is one); got {type(example).__name__}")
         plans = [example for example in examples if isinstance(example, Plan)]
-        plans += [_plan(example, on) for on in devices for example in examples if isinstance(example, Problem)]
+        problems = [example for example in examples if isinstance(example, Problem)]
+    devices = [_device(one) for one in (device if isinstance(device, (list, tuple)) else [device])] if problems else []  # plans have theirs
+    kinds = _kinds(return_lse, directions, check_flag("deterministic", deterministic), needs)
+    plans += [_plan(problem, on, *kind) for on in devices for problem in problems for kind in kinds if _is_launched(problem, *kind)]
     return warm_plans(plans, workers=workers, load=load)
 
 
@@ -149,37 +188,56 @@ def _pair(name, value):
     return value
 
 
-def _combinations(dtypes, head_dims, causal, windows, heads, seqlens, batch) -> list[Problem]:
-    options = {"dtypes": dtypes, "head_dims": head_dims, "causal": causal, "windows": windows, "heads": heads, "seqlens": seqlens}
-    for name, values in options.items():
-        if isinstance(values, str) or not isinstance(values, (list, tuple, set, frozenset, range)):
-            raise TypeError(f"{name} must be a sequence of values; got {values!r}")
+def _listed(name, values):
+    if isinstance(values, (str, Mapping)) or not isinstance(values, (list, tuple, set, frozenset, range)):
+        raise TypeError(f"{name} must be a sequence of values; got {values!r}")
+    return values
+
+
+def _combinations(lists, batch) -> list[Problem]:
+    for name, values in lists.items():
+        _listed(name, values)
+    for one in lists["options"]:
+        if not isinstance(one, Mapping):
+            raise TypeError(f"options must be a dict of options, or a sequence of such; got {one!r}")
+    lengths = [(None, *_pair("seqlens", pair)) for pair in lists.pop("seqlens")]
+    longest = [(None, None) if value is None else _pair("max_seqlens", value) for value in lists.pop("max_seqlens")]
+    lengths += [(told, *_pair("totals", pair)) for pair, told in product(lists.pop("totals"), longest)]
     found = []
-    for dtype, dims, is_causal, window, head_pair, lengths in product(*options.values()):
-        (dim, dim_v), (query_heads, kv_heads), (rows, keys) = _pair("head_dims", dims), _pair("heads", head_pair), _pair("seqlens", lengths)
-        shapes = (batch, rows, query_heads, dim), (batch, keys, kv_heads, dim), (batch, keys, kv_heads, dim_v)
-        found.append(make_problem(*shapes, (dtype,) * 3, causal=is_causal, window=window))
+    for dtype, dims, is_causal, window, head_pair, options, (told, rows, keys) in product(*lists.values(), lengths):
+        (dim, dim_v), (query_heads, kv_heads) = _pair("head_dims", dims), _pair("heads", head_pair)
+        leading = ((batch, rows), (batch, keys)) if told is None else ((rows,), (keys,))
+        shapes = (*leading[0], query_heads, dim), (*leading[1], kv_heads, dim), (*leading[1], kv_heads, dim_v)
+        more = {"causal": is_causal, "window": window} | described_options(options, shapes, dtype)
+        if told is None:
+            found.append(make_problem(*shapes, (dtype,) * 3, **more))
+        else:
+            more |= {"max_seqlen_q": told[0], "max_seqlen_k": told[1]} | dict.fromkeys(PACKED, ((batch + 1,), "int32"))
+            found.append(make_packed_problem(*shapes, (dtype,) * 3, **more))
     return found
 
 
-def contiguous(shape, dtype) -> Layout:
-    """Layout of a C-contiguous array."""
-    strides, step = [], ITEMSIZE[dtype]
-    for n in reversed(shape):
-        strides.insert(0, step)
-        step *= max(n, 1)
-    return Layout(tuple(shape), tuple(strides))
+def _kinds(return_lse, directions, deterministic, needs):
+    """(direction, with an LSE, deterministic, needs) of each call that a problem stands for."""
+    kinds = []
+    for direction in _listed("directions", directions):
+        if direction not in ("forward", "backward"):
+            raise ValueError(f'directions must hold nothing but "forward" and "backward"; got {direction!r}')
+        asked = (True,) if direction == "backward" else (check_flag("return_lse", one) for one in _listed("return_lse", return_lse))
+        kinds += [(direction, with_lse, deterministic, needs) for with_lse in asked]
+    return kinds
 
 
-def _plan(problem, on) -> Plan:
-    layouts = Layouts(
-        q=contiguous(problem.q_shape, problem.dtype),
-        k=contiguous(problem.k_shape, problem.dtype),
-        v=contiguous(problem.v_shape, problem.dtype),
-        out=contiguous(problem.out_shape, problem.dtype),
-        lse=contiguous(problem.lse_shape, problem.lse_dtype),
-    )
-    return dispatch.make_plan(problem, layouts, on)
+def _is_launched(problem, direction, with_lse, deterministic, needs):
+    return not (problem.is_empty if direction == "forward" else problem.sees_nothing or not needs)
+
+
+def _plan(problem, on, direction="forward", with_lse=True, deterministic=False, needs=NEEDS) -> Plan:
+    """The plan of contiguous arrays."""
+    if direction == "forward":
+        return dispatch.make_plan(problem, contiguous_layouts(problem, lse=with_lse), on)
+    needs = check_needs(needs, problem.gradients)
+    return dispatch.make_backward_plan(problem, contiguous_backward_layouts(problem, needs), on, deterministic)
 
 
 def warm_plans(plans: Iterable[Plan], *, workers: int | None = None, load: bool = True) -> WarmupReport:
