@@ -134,6 +134,14 @@ def test_sections_past_the_cache_are_taken_where_enough_blocks_share_a_head():
     assert sections.choose_section(costs, 16, 132, 1 << 20, 2 << 20, 1e9, 133) <= 2, "never, at that price"
 
 
+def test_heads_in_step_have_an_even_number_of_blocks_each():
+    for columns, q_blocks in ((256, 32), (64, 64), (1024, 4)):
+        costs = tuple(q_blocks - n + 1.5 for n in range(q_blocks))
+        section = sections.choose_section(costs, columns, 132, 4 << 20, 36 << 20, 1.15, 4, in_step=True)
+        assert 132 % (2 * section) == 0 or section == columns
+        assert sections._longest_block(np.array(costs[::-1]), columns, 132, section) < 1.04 * sum(costs) * columns / 132
+
+
 @pytest.mark.parametrize(("columns", "most", "section"), [(64, 9, 8), (16, 2, 2), (8, 1, 1), (7, 100, 7), (5, 0, 1), (1, 3, 1)])
 def test_fitting_sections_fit_and_are_even(columns, most, section):
     assert sections.fitting_section(columns, 1 << 20, most << 20) == section

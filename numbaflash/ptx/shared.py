@@ -26,10 +26,6 @@ load = instruction("ld.shared.u32 $0, [$1];", I32, U32)
 """``load(address) -> int32``"""
 
 
-keep_bits = instruction("red.shared.and.b32 [$0], $1;", VOID, U32, I32)
-"""``keep_bits(address, bits)``: clear the others, atomically."""
-
-
 def put_words(count):
     """``put(address, words)``: so many int32, a multiple of four, from a multiple of 16 bytes on."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ... import toolchain
-from ...dispatch import Device, Launch, Layouts, Plan, missing, operands
+from ...dispatch import BackwardLayouts, Device, Launch, Layouts, Plan, missing, operands
 from ...problem import ITEMSIZE, Problem, trim_keys
 from ..blocks.launch import Lists
 from ..sections import choose_section, fitting_section
@@ -24,7 +24,7 @@ from .config import (
     kv_blocks,
     q_tiles,
 )
-from .options import FEATURES, kernel_keys
+from .options import FEATURES, Options, kernel_keys
 from .tensor_maps import packed_rows_map, refusal, row_major, rows_map, with_batch
 
 NONFINITE_VALUES_SPREAD = True
@@ -78,7 +78,7 @@ def plan(problem: Problem, layouts: Layouts, device: Device) -> Plan:
         lse = row_major(lse, 4)
     tiles = q_tiles(problem, config) * columns(problem, config)
     lists = lists_of(problem, config)
-    workspace_bytes = lists.end if lists else TICKETS_BYTES if config.options.tickets else 0
+    workspace_bytes = lists.end if lists else TICKETS_BYTES if problem.packed else 0
     return Plan(
         "sm90",
         problem,
@@ -108,13 +108,18 @@ def request(plan: Plan) -> toolchain.KernelRequest:
 
 def launches(plan: Plan) -> list[tuple[toolchain.KernelRequest, list, tuple, int, int]]:
     """Kernels of a plan in their order, each with its parameters, grid, threads and bytes of shared memory."""
-    lists, options = lists_of(plan.problem, plan.config), plan.config.options.of_tickets
-    before = lists.launches(plan.layouts, _ARCH, False) if lists else []
-    if plan.config.options.tickets:
-        wanted = toolchain.KernelRequest(_BUILD_TICKETS, options, _ARCH)
-        before.append((wanted, [toolchain.Pointer("workspace"), *options.arguments(plan.problem, plan.layouts)], 1, TICKETS_THREADS))
+    lists = lists_of(plan.problem, plan.config)
+    before = lists.launches(plan.layouts, _ARCH, False) if lists else ticket_launches(plan.problem, plan.layouts, plan.config.options)
     main = (request(plan), parameters(plan), plan.grid, plan.threads, plan.shared_bytes)
     return [*((wanted, given, (blocks,), threads, 0) for wanted, given, blocks, threads in before), main]
+
+
+def ticket_launches(problem: Problem, layouts: Layouts | BackwardLayouts, options: Options) -> list[tuple[toolchain.KernelRequest, list, int, int]]:
+    """What comes before the kernels of packed sequences, as `Lists.launches` has it."""
+    if not problem.packed:
+        return []
+    options = options.of_tickets
+    return [(toolchain.KernelRequest(_BUILD_TICKETS, options, _ARCH), options.arguments(problem, layouts), 1, TICKETS_THREADS)]
 
 
 def prepare(plan: Plan) -> Launch:

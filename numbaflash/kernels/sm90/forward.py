@@ -102,10 +102,10 @@ def build(config: ForwardConfig) -> KernelSource:
         fetch_mask, limits_anew = of_scores.fetch_mask(pack), band.limits_of_thread()
     inspect = unseen.build(config) if inspected else None
     inspected_at_ends = inspected and not config.inspected_everywhere
-    is_packed, drawn = options_of.packed, options_of.tickets
-    if drawn:
-        seek = packed.seek_in_order(packed.Sequences(options_of, "q", config.q_tile // pack, has_right))
-        counter_of, order_of = tickets.of(options_of)
+    is_packed = options_of.packed
+    if is_packed:
+        seek = packed.seek(packed.Sequences(options_of, "q", config.q_tile // pack, has_right))
+        counter_of, order_of = tickets.counter_of(options_of), tickets.order_of(options_of)
         init_posted = mbarrier.init_ring(TILES_POSTED, 1)
         init_read = mbarrier.init_ring(TILES_POSTED, 4 * consumers + INSPECTORS)
         write_packed_lse, is_whole = packed.write_lse(options_of, pack), packed.is_whole(64 // pack)
@@ -284,7 +284,7 @@ def build(config: ForwardConfig) -> KernelSource:
 
     store_out = reduce(in_turn, [make_store(part) for part in range(config.out_parts)])
 
-    # A tile that is drawn: its place is posted by the producer, which has a column of -1 for that there are no more.
+    # The place of a tile is posted by the producer, where it is drawn by ticket; a column of -1 is that there are no more.
     @inline
     def post(turn, sequence, q_block, first_q, stored, column, bounds):
         slots, posted, has_read = places()
@@ -321,7 +321,7 @@ def build(config: ForwardConfig) -> KernelSource:
             init_v_empty(v_empty)
             if inspected:
                 init_seen(v_seen)
-            if drawn:
+            if is_packed:
                 _, posted, has_read = places()
                 init_posted(posted)
                 init_read(has_read)
@@ -345,7 +345,7 @@ def build(config: ForwardConfig) -> KernelSource:
                 while tile < tiles:
                     q_block, column = tile_order(tile, q_blocks, columns, section)
                     batch, head, kv_head = heads_of(column, heads, group)
-                    if drawn:
+                    if is_packed:
                         upcoming_tile = bulk.take_ticket(counter_of(options))
                         spot, bounds = seek(q_block, order_of(options), (seqlen_q, seqlen_k, offset, left, right), options)
                         sequence, q_block, first_q, stored, first_k = spot
@@ -387,17 +387,17 @@ def build(config: ForwardConfig) -> KernelSource:
                         load_v(s_v, v_place, v_map, v_full, keys_of(j, first_k), kv_head, batch)
                         j = following_j if listed else preceding(j)
                     turn = following(turn)
-                    tile = plus(blocks, upcoming_tile) if drawn else tile_of_turn(turn, block, blocks)
-                if drawn:
+                    tile = plus(blocks, upcoming_tile) if is_packed else tile_of_turn(turn, block, blocks)
+                if is_packed:
                     post(turn, zero(), zero(), zero(), zero(), preceding(zero()), bounds)
             if inspected and tid >= 32:
                 inspector, lane = preceding(warp_of(tid)), within_warp(tid)
                 place = start()
-                if drawn:
+                if is_packed:
                     spot, bounds = receive(turn, lane, (seqlen_q, seqlen_k, offset, left, right))
                     _, q_block, _, _, column = spot
-                while column >= 0 if drawn else tile < tiles:
-                    if not drawn:
+                while column >= 0 if is_packed else tile < tiles:
+                    if not is_packed:
                         q_block, column = tile_order(tile, q_blocks, columns, section)
                     batch, head, kv_head = heads_of(column, heads, group)
                     if lengths and not is_packed:
@@ -425,7 +425,7 @@ def build(config: ForwardConfig) -> KernelSource:
                         else:
                             j = preceding(j)
                     turn = following(turn)
-                    if drawn:
+                    if is_packed:
                         spot, bounds = receive(turn, lane, bounds)
                         _, q_block, _, _, column = spot
                     else:
@@ -439,11 +439,11 @@ def build(config: ForwardConfig) -> KernelSource:
             if pingpong and w == consumers - 1:
                 warp.barrier_arrive(TURN, 256)
             place = start()
-            if drawn:
+            if is_packed:
                 where, bounds = receive(turn, lane, (seqlen_q, seqlen_k, offset, left, right))
                 sequence, q_block, first_q, stored, column = where
-            while column >= 0 if drawn else tile < tiles:
-                if not drawn:
+            while column >= 0 if is_packed else tile < tiles:
+                if not is_packed:
                     q_block, column = tile_order(tile, q_blocks, columns, section)
                 if lengths and not is_packed:
                     batch, head, _ = heads_of(column, heads, group)
@@ -571,7 +571,7 @@ def build(config: ForwardConfig) -> KernelSource:
                     mbarrier.arrive(q_empty)
                 q_place = q_advance(q_place)
                 turn = following(turn)
-                if drawn:
+                if is_packed:
                     where, bounds = receive(turn, lane, bounds)
                     sequence, q_block, first_q, stored, column = where
                 else:

@@ -115,8 +115,6 @@ class Options:
         No query sees a key behind it, so that what ALiBi adds falls from column to column. For the forward.
     seqlens_q, seqlens_k : str or None
         Their dtypes.
-    tickets : bool
-        Tiles are drawn by tickets (`numbaflash.kernels.sm90.tickets`). For the forward.
     per_entry : bool
         Each batch entry has an offset of its own, ``length_k - length_q``.
     cu_seqlens_q, cu_seqlens_k : str or None
@@ -138,7 +136,6 @@ class Options:
     falls: bool = False
     seqlens_q: str | None = None
     seqlens_k: str | None = None
-    tickets: bool = False
     per_entry: bool = False
     cu_seqlens_q: str | None = None
     cu_seqlens_k: str | None = None
@@ -188,7 +185,7 @@ class Options:
         """With what the forward knows of the scores of a problem."""
         bounded = self.unit == "cap" and problem.dtype == "bfloat16" and problem.softcap <= _BOUNDED_CAP
         falls = self.alibi and self.unit == "scale" and problem.right is not None and problem.right <= 0
-        return replace(self, bounded=bounded, falls=falls, tickets=self.packed)
+        return replace(self, bounded=bounded, falls=falls)
 
     @property
     def of_rows(self) -> Options:
@@ -203,7 +200,7 @@ class Options:
 
     @property
     def of_tickets(self) -> Options:
-        """What remains for the kernel that prepares tickets."""
+        """What remains for the kernel that prepares tickets, at the beginning of the workspace."""
         return Options(cu_seqlens_q=self.cu_seqlens_q, cu_seqlens_k=self.cu_seqlens_k)
 
     @property
@@ -239,6 +236,11 @@ class Options:
     def hides(self) -> bool:
         """Beyond the band, pairs may be hidden, or have scores of -inf."""
         return bool(self.masked or self.bias or self.lengths)
+
+    @property
+    def only_bounded(self) -> bool:
+        """Beside sinks, nothing but a cap by which scores are bounded."""
+        return self.bounded and replace(self, sinks=False) == Options(unit=self.unit, softcap=self.softcap, bounded=True)
 
     @property
     def lowest_scores(self) -> bool:
@@ -277,9 +279,7 @@ class Options:
             found += [("first_key", "int32"), ("keep_limit", "int32"), ("keep_factor", "float32")]
             found += [(name, "pointer") for pair in (ROUND_KEYS[:1] if self.reads else ROUND_KEYS) for name in pair]
         if self.packed:
-            found += [("sequences", "int32"), ("total_q", "int32"), ("total_k", "int32")]
-        if self.tickets:
-            found.append(("tickets", "pointer"))
+            found += [("tickets", "pointer"), ("sequences", "int32"), ("total_q", "int32"), ("total_k", "int32")]
         for name in self.stored:
             found += [(name, "pointer"), (f"{name}_row", "int64"), (f"{name}_head", "int64")]
         return tuple(found)
@@ -300,9 +300,8 @@ class Options:
             # The seed itself is in the place of an address. What is added to its upper word leaves the lower one alone, but not the other way round.
             sums = {name: WEYL[i] * n % 2**32 << 32 * i for n, pair in enumerate(ROUND_KEYS) for i, name in enumerate(pair)}
             pointers |= {name: ("seed", offset) for name, offset in sums.items()}
-        if self.tickets:
-            pointers["tickets"] = "workspace", 0
         if self.packed:
+            pointers["tickets"] = "workspace", 0
             values |= {"sequences": problem.batch, "total_q": problem.total_q, "total_k": problem.total_k}
         if self.masked:
             pointers |= {"lists": ("workspace", lists.lists_at), "ranks": ("workspace", lists.ranks_at)}

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 from numba import cuda
-from numba.cuda.types import Tuple, UniTuple, int32, int64, uint32, uint64, void
+from numba.cuda.types import Tuple, UniTuple, int32, int64, uint64, void
 
 from ...ptx import shared
 from ...ptx.fragment import STATISTICS
@@ -122,18 +122,7 @@ class Sequences:
 
 
 def seek(sequences: Sequences):
-    """``f(number, order, bounds, options) -> (PLACE, bounds)`` of the tile of a number; ``order`` is where `check_order` has left what it found."""
-    find = seek_in_order(sequences)
-
-    @inline
-    def seek_of_block(number, order, bounds, options):
-        return find(number, shared.load(order), bounds, options)
-
-    return seek_of_block
-
-
-def seek_in_order(sequences: Sequences):
-    """The same, where ``order`` is what was found."""
+    """``f(number, ascending, bounds, options) -> (PLACE, bounds)`` of the tile of a number; ``ascending`` is what `vote_on_order` found."""
     entries, bisect, place = sequences.entries(), sequences.bisect(), sequences.place()
 
     @inline
@@ -144,23 +133,6 @@ def seek_in_order(sequences: Sequences):
         return place(low, number, ascending, bounds, options)
 
     return find
-
-
-def check_order(sequences: Sequences, threads: int):
-    """``f(thread, order, options)``: find out which sides ascend. All threads of the block take part, and pass a barrier before and after;
-    ``order`` is an address in shared memory that holds `ALL_ASCEND` before."""
-    entries, ascend = sequences.entries(), sequences.ascend()
-
-    @inline
-    def check(thread, order, options):
-        entry = thread
-        while entry < entries(options):
-            found = ascend(entry, options)
-            if found != ALL_ASCEND:
-                shared.keep_bits(order, found)
-            entry = plus(entry, threads)
-
-    return check
 
 
 _put, _get = shared.put_words(8), shared.get_words(8)
@@ -180,7 +152,7 @@ def read(at, bounds):
 
 
 def vote_on_order(sequences: Sequences, threads: int):
-    """``f(thread, options) -> int32``: the same for a block without shared memory of its own; all threads of the block take part."""
+    """``f(thread, options) -> int32``: which sides ascend, a bit each as `ALL_ASCEND` has them; all threads of the block take part."""
     entries, ascend = sequences.entries(), sequences.ascend()
     everything = straight_line(int32, (), lambda ops: ops.integer(ALL_ASCEND))
     both = straight_line(int32, (int32, int32), lambda ops, a, b: a & b)
@@ -196,10 +168,6 @@ def vote_on_order(sequences: Sequences, threads: int):
         return joined(cuda.syncthreads_and(bit(found, 1)), cuda.syncthreads_and(bit(found, 2)))
 
     return vote
-
-
-order_at = straight_line(uint32, (uint32,), lambda ops, scratch: scratch + 8)
-"""Where a block keeps which sides ascend, in its scratch."""
 
 
 def address_of(options: Options, name: str, pack: int = 1):

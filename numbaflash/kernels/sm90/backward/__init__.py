@@ -107,6 +107,7 @@ class _Workspace:
         self.blocks = _entries(problem) * problem.heads * self.q_blocks
         self.parts = config.parts
         self.size = 0
+        self._place(sm90.TICKETS_BYTES if problem.packed else 0)  # the first of all, as `Options.arguments` has it
         self.shifts = self._place(4 * self.blocks * config.q_block)
         self.deltas = self._place(4 * self.blocks * config.q_block if config.with_deltas else 0)
         self.sums = self._place(self.blocks * self.parts * SharedMemory.of(config).part_bytes if config.with_dq else 0)
@@ -136,7 +137,9 @@ def launches(plan: Plan) -> list[tuple[toolchain.KernelRequest, list, tuple, int
     def kernel(build, config=config):
         return toolchain.KernelRequest(_BUILD + build, config, _ARCH)
 
-    steps = [(kernel("passes:build_rows"), _row_parameters(plan, workspace), (workspace.blocks,), ROW_THREADS, 0)]
+    tickets = sm90.ticket_launches(plan.problem, plan.layouts, config.options)
+    steps = [(wanted, given, (blocks,), threads, 0) for wanted, given, blocks, threads in tickets]
+    steps.append((kernel("passes:build_rows"), _row_parameters(plan, workspace), (workspace.blocks,), ROW_THREADS, 0))
     if config.with_products:
         before = workspace.lists.launches(plan.layouts, _ARCH, False) if workspace.lists else []
         steps += [(wanted, given, (blocks,), threads, 0) for wanted, given, blocks, threads in before]
@@ -286,7 +289,7 @@ def _section(problem, config, columns, blocks):
     if config.deterministic:  # tickets even tiles out; neighbours of a head, of which one waits for the other, had better not start together
         return fitting_section(columns, column_bytes(problem), L2_BYTES)
     blocks, enough_sharers = min(blocks, len(costs) * columns), max(problem.head_dim, problem.head_dim_v) / 32
-    return choose_section(costs[::-1], columns, blocks, column_bytes(problem), L2_BYTES, _SLOWER_PAST_L2, enough_sharers)
+    return choose_section(costs[::-1], columns, blocks, column_bytes(problem), L2_BYTES, _SLOWER_PAST_L2, enough_sharers, in_step=True)
 
 
 def _dq_parameters(plan, workspace):

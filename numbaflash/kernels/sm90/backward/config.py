@@ -201,7 +201,8 @@ class SharedMemory:
     """Where things lie in a block's shared memory: offsets and sizes in bytes.
 
     K and V once, Q and dO and the shift and delta of their rows and dS (with P before it where the consumers share keys) by stage, dQ by
-    consumer; its ticket, and the place of a tile of packed sequences. Matrices are rows of panels of 64 columns, of which only those that hold columns of the operand are loaded.
+    consumer; its ticket, and the place of a tile of packed sequences. Matrices are rows of panels of 64 columns, of which only those that hold
+    columns of the operand are loaded.
     """
 
     loaded_qk_panels: int
@@ -303,8 +304,8 @@ def backward_config(problem: Problem, layouts: BackwardLayouts, *, blocks: int, 
     options = replace(options, ranked=deterministic and options.masked)
     if options.terms or options.dropout:  # with each score there is something to do
         tiles = option_tiles(widest, options, deterministic or problem.left is not None)
-    # The producer's warps spill what they know of a panel more, of the turns of entries with lengths, or of where a sequence lies, beyond 24. Measured
-    # on an H200, that costs nothing; but consumers that spill for it, as those of blocks of 128 queries would, are 20% slower.
+    # The producer's warps spill what they know of a panel more, of the turns of entries with lengths, or of where a sequence lies, beyond 24.
+    # Beside blocks of 128 queries they may: measured on an H200, that costs nothing, and consumers that spill instead are 20% slower.
     roomy = tiles["kv_tile"] == 64 or ((deterministic and options.lengths or options.packed) and tiles["q_block"] == 64)
     return BackwardConfig(
         element=ELEMENTS[problem.dtype],

@@ -22,7 +22,7 @@ from ....toolchain import KernelSource
 from ... import schedule
 from ...bands import KeyBand
 from ...schedule import heads_of, next_of_walk, tile_of_turn, walk_step_of_turn
-from .. import packed
+from .. import packed, tickets
 from ..scores import Scores, block_of, is_partial, next_of_list, option_types
 from . import by_columns, by_keys
 from .config import TICKET_BYTES, BackwardConfig, SharedMemory
@@ -56,9 +56,10 @@ def build(config: BackwardConfig) -> KernelSource:
         of_scores.rank_of(),
     )
     is_packed = options_of.packed
+    posts_meanwhile, posts_later = is_packed and not deterministic, is_packed and deterministic
     if is_packed:
         sequences = packed.Sequences(options_of, "k", kv_tile)
-        check_order, seek, order_at = packed.check_order(sequences, config.threads), packed.seek(sequences), packed.order_at
+        seek, order_of = packed.seek(sequences), tickets.order_of(options_of)
 
     load_k = tma.load_panels(4, memory.loaded_qk_panels, memory.kv_panel_bytes)
     load_v = tma.load_panels(4, memory.loaded_v_panels, memory.kv_panel_bytes, stage_bytes=0, arrives=False)
@@ -111,6 +112,12 @@ def build(config: BackwardConfig) -> KernelSource:
     staged_part = straight_line(int32, (int32,) * 2, lambda ops, s_dq, part: s_dq + part * memory.part_bytes)
     ticket_at = straight_line(uint64, (uint64,), lambda ops, turns: turns - TICKET_BYTES)
     only = pipeline.start(0)
+
+    @inline
+    def post_place(tile, kv_tiles, columns, section, whole, options):
+        n, _ = order(tile, kv_tiles, columns, section)
+        spot, bounds = seek(n, order_of(options), whole, options)
+        packed.post(place_slot()[0], spot, bounds)
 
     # (batch entry, tile in it, first query, first key, keys to store, number of its first block of queries, bounds) of a tile.
     @inline
@@ -192,23 +199,17 @@ def build(config: BackwardConfig) -> KernelSource:
             mbarrier.fence_init()
             if deterministic:
                 shared.store(ticket_slot()[0], bulk.take_ticket(ticket_at(turns)))
-        if is_packed:
-            order_word = order_at(ticket_slot()[0])
-            if tid == 0:
-                shared.store(order_word, packed.ALL_ASCEND)
-            cuda.syncthreads()
-            check_order(tid, order_word, options)
-        cuda.syncthreads()
         block, blocks = cuda.blockIdx.x, cuda.gridDim.x
+        if posts_meanwhile and tid == 32:
+            post_place(block, kv_tiles, columns, section, whole, options)
+        cuda.syncthreads()
         if deterministic and not listed:  # one tile a block, in the order in which blocks start: what a tile waits for has started before it
             block = warp.shuffle_index(shared.load(ticket_slot()[0]), 0)
         turn = zero()
         tile = block
-        if is_packed:
-            if tid == 0:
-                n, _ = order(block, kv_tiles, columns, section)
-                spot, bounds = seek(n, order_word, whole, options)
-                packed.post(place_slot()[0], spot, bounds)
+        if posts_later:
+            if tid == 32:
+                post_place(block, kv_tiles, columns, section, whole, options)
             cuda.syncthreads()
         if warpgroup == 0:
             fewer_registers()

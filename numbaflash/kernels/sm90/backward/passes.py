@@ -13,7 +13,7 @@ from ....ptx.index import following, minus, plus, warp_of, warpgroup_of, within_
 from ....ptx.straight import straight_line
 from ....toolchain import KernelSource
 from ...bands import BOUNDS
-from .. import packed
+from .. import packed, tickets
 from ..scores import Scores, element, length_of, option_types
 from . import unseen
 from .config import PART_ROWS, ROW_THREADS, SINK_THREADS, TICKET_BYTES, BackwardConfig, SharedMemory
@@ -50,7 +50,7 @@ def build_rows(config: BackwardConfig) -> KernelSource:
     is_packed = options_of.packed
     if is_packed:
         sequences = packed.Sequences(options_of, "q", q_block)
-        vote, seek = packed.vote_on_order(sequences, ROW_THREADS), packed.seek_in_order(sequences)
+        order_of, seek = tickets.order_of(options_of), packed.seek(sequences)
 
     def query_at(m, row, first_q):
         """A row of a block in its sequence, and in the arrays."""
@@ -140,9 +140,8 @@ def build_rows(config: BackwardConfig) -> KernelSource:
         first_q = zero()
         length = seqlen_q
         if is_packed:
-            spot, bounds_there = seek(
-                m, vote(thread, given[4:at_bounds]), given[at_bounds:at_options] if behind_sink else no_bounds(), given[4:at_bounds]
-            )
+            named = given[4:at_bounds]
+            spot, bounds_there = seek(m, order_of(named), given[at_bounds:at_options] if behind_sink else no_bounds(), named)
             _, m, first_q, _, _ = spot
             length = bounds_there[0]
         for step in range(passes):
@@ -228,7 +227,7 @@ def build_dq(config: BackwardConfig) -> KernelSource:
     given = types.Tuple(given + ([uint64, types.int64, types.int64] if is_packed else []))
     if is_packed:
         sequences = packed.Sequences(options_of, "q", config.q_block)
-        vote, seek = packed.vote_on_order(sequences, 128 * parts), packed.seek_in_order(sequences)
+        order_of, seek = tickets.order_of(options_of), packed.seek(sequences)
         is_whole, address_from = packed.is_whole(PART_ROWS), packed.address_from
         put_first, put_second = (packed.store_rows(config.head_dim, panel_bytes, first, panels) for first in (0, panels))
     number_of = straight_line(int32, (int32, int32), lambda ops, tile, q_blocks: tile % q_blocks)
@@ -242,7 +241,7 @@ def build_dq(config: BackwardConfig) -> KernelSource:
         part, thread = warp.shuffle_index(warpgroup_of(tid), 0), within_warpgroup(tid)
         if is_packed:
             options = given[5:at_dq]
-            spot, bounds = seek(number_of(tile, q_blocks), vote(tid, options), given[:5], options)
+            spot, bounds = seek(number_of(tile, q_blocks), order_of(options), given[:5], options)
             _, m, first_q, stored, _ = spot
         source, staged = part_of(tid, tile, sums, s_base)
         dq = load(source, thread)
@@ -331,7 +330,7 @@ def build_dsinks(config: BackwardConfig) -> KernelSource:
     is_packed, q_block = options_of.packed, config.q_block
     if is_packed:
         sequences = packed.Sequences(options_of, "q", q_block)
-        vote, seek = packed.vote_on_order(sequences, threads), packed.seek_in_order(sequences)
+        order_of, seek = tickets.order_of(options_of), packed.seek(sequences)
         add_packed_row = straight_line(float32, (float32, uint64, uint64, *(int32,) * 8, given), add_packed_row)
     no_bounds = straight_line(BOUNDS, (), lambda ops: [ops.integer(0)] * 5)
     blocks_of = straight_line(int32, (int32,), lambda ops, rows: rows // q_block)
@@ -343,7 +342,7 @@ def build_dsinks(config: BackwardConfig) -> KernelSource:
         sums = cuda.shared.array(32, float32)  # of the warps
         total, batch = nothing(), zero()
         if is_packed:  # a block of queries a warp
-            ascending = vote(thread, given)
+            ascending = order_of(given)
             number = warp_of(thread)
             while number < blocks_of(rows):
                 spot, bounds = seek(number, ascending, no_bounds(), given)
