@@ -40,7 +40,7 @@ Ring = namedtuple("Ring", "q dout shifts deltas q_full q_empty dout_full dout_em
 def build(config: BackwardConfig) -> KernelSource:
     """The main kernel of one configuration."""
     q_block, kv_tile, stages, consumers, parts = config.q_block, config.kv_tile, config.stages, config.consumers, config.parts
-    with_dq, with_ds, deterministic, one_tile = config.with_dq, config.with_ds, config.deterministic, config.one_tile
+    with_dq, with_ds, deterministic = config.with_dq, config.with_ds, config.deterministic
     memory = SharedMemory.of(config)
     work = (by_columns if config.columns_apart else by_keys).consumers(config, memory)
     prepare, enter, masked_step, plain_step, finish, leave = work.prepare, work.enter, work.masked_step, work.plain_step, work.finish, work.leave
@@ -55,6 +55,8 @@ def build(config: BackwardConfig) -> KernelSource:
         of_scores.entry(),
         of_scores.rank_of(),
     )
+    # Said so that no register is kept for another tile; without options, ptxas spills for it in deterministic kernels of narrow heads.
+    ends = config.one_tile and bool(options_of.lengths or listed)
     is_packed = options_of.packed
     posts_meanwhile, posts_later = is_packed and not deterministic, is_packed and deterministic
     if is_packed:
@@ -143,7 +145,7 @@ def build(config: BackwardConfig) -> KernelSource:
 
     @inline
     def next_tile(turn, block, blocks, tiles):
-        if one_tile:
+        if ends:
             return tiles
         return tile_of_turn(turn, block, blocks)
 
