@@ -21,7 +21,7 @@ from numbaflash.dispatch import BackwardLayouts, Device, Layout, Layouts, contig
 from numbaflash.kernels import bands, dropout, packing, sm90
 from numbaflash.kernels.bands import Band, KeyBand
 from numbaflash.kernels.blocks.launch import Lists
-from numbaflash.kernels.sm90 import backward, drawing
+from numbaflash.kernels.sm90 import backward
 from numbaflash.kernels.sm90 import packed as sequences
 from numbaflash.kernels.sm90 import scores as bodies
 from numbaflash.kernels.sm90.backward import bias, passes
@@ -833,28 +833,6 @@ def test_gradients_are_what_is_defined(vectors, name):
         fragments = ((64, 64), (64, 32)) if "as_blocks" in ALONE[name] else ((32, 32), (32, 16))  # bits are read in words
         kv_heads, (q_block, columns) = (H, 2)[number % 2], fragments[number % 2]
         check_gradients(vectors, gradient_case(kv_heads=kv_heads, with_dlse=number % 2 == 0, **band, **ALONE[name]), q_block, columns)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_drawers_draw_what_each_thread_would(vectors, causal):
-    """Of all threads of the consumers, and every 32 keys of a block."""
-    vectors.setattr(drawing, "straight_line", vectorised)
-    shape = dict(batch=2, seqlen_q=300, seqlen_k=290, heads=4, kv_heads=2, head_dim=64, head_dim_v=64, dtype="bfloat16")
-    case = Case(**shape, causal=causal, dropout=0.3, dropout_seed=2**63 + 5)
-    memory = operands_of(case)
-    problem, layouts = case.problem, lay_out(case.problem, memory)
-    config = forward_config(problem, layouts)
-    assert config.draws_apart and config.q_tile == 128
-    options = [argument(x, case, memory) for x in config.options.arguments(problem, layouts, kernel_keys(problem)[1])]
-    of, two, bounds = Scores(config.kv_block, config.options), drawing.pair_of_draws(config), list(np.int32([300, 290, -10, 0, 0]))
-    thread, lanes = np.arange(256, dtype=np.int32), np.arange(32, dtype=np.int32)
-    for q_block, block, head, batch in ((0, 0, 0, 0), (2, 1, 3, 1)):
-        where = np.int32(batch), np.int32(head)
-        seat = of.take_seat(1)(q_block * 128 + thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2, *where, np.int32(300), bounds, options)
-        wanted = np.array(of.draw()(seat, np.int32(block), options)).reshape(config.kv_block // 32, 4, 8, 32)
-        for number in range(8 * config.kv_block // 32):
-            words = two(np.int32(number), np.int32(block), lanes, np.int32(q_block), *where[::-1], options)
-            np.testing.assert_array_equal(words[:4], wanted[number // 8, :, number % 8])
 
 
 # ---- plans

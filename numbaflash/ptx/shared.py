@@ -38,15 +38,15 @@ def put_words(count):
     return make_intrinsic(VOID, (U32, types.UniTuple(I32, count)), generate)
 
 
-def get_words(count, step=16):
-    """``get(address) -> words``: the same read anew at each call, four every ``step`` bytes."""
+def get_words(count):
+    """``get(address) -> words``: the same read anew at each call."""
     four = ir.LiteralStructType([llvm_i32] * 4)
 
     def generate(builder, args, llvm_result):
         words = []
         for i in range(0, count, 4):
             words += unpack(
-                builder, emit(builder, four, [args[0]], f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{i // 4 * step}];", "=r,=r,=r,=r,r,~{memory}"), 4
+                builder, emit(builder, four, [args[0]], f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{4 * i}];", "=r,=r,=r,=r,r,~{memory}"), 4
             )
         return pack(builder, llvm_result, words)
 

@@ -24,7 +24,7 @@ CAP_TILES = {  # by head dim up to which, measured on an H200: 8 and 5% faster t
     64: {"q_tile": 256, "kv_block": 64, "stages": 4, "q_stages": 2, "hold": 0},
     128: {"q_tile": 192, "kv_block": 80, "hold": 0},
 }
-MASK_REGISTERS = (56, 224)  # the same of two consumers where the producer's warps read lists of blocks ahead, or draw
+MASK_REGISTERS = (56, 224)  # the same of two consumers where blocks come from lists, of which the producer reads ahead
 ROOMY_PRODUCER = (40, 232)  # where the addresses of many panels would spill from 24 registers
 
 
@@ -85,10 +85,8 @@ class ForwardConfig(Warpgroups):
         Scores are negated, so that their maximum is the scaled maximum.
     fma_exponentials : int
         Of eight exponentials so many are left to FMA units, where the special-function unit has a tanh to compute beside each one.
-    draws_apart : bool
-        Random bits of dropout are drawn by warps that have nothing else to do (`drawing`).
     draws_behind : bool
-        Else: consumers draw them behind the issue of Q K^T, which keeps the turn that much longer, not before the turn.
+        Random bits of dropout are drawn behind the issue of Q K^T, which keeps the turn that much longer, not before the turn.
     options : Options
         What there is beside q, k, v and the band.
     """
@@ -111,7 +109,6 @@ class ForwardConfig(Warpgroups):
     rescale_first: bool = False
     negative_scale: bool = False
     fma_exponentials: int = 0
-    draws_apart: bool = False
     draws_behind: bool = False
     options: Options = Options()
 
@@ -152,7 +149,6 @@ class SharedMemory:
     k: int
     v: int
     out: int
-    bits: int
     barriers: int
     scratch: int
     places: int
@@ -171,15 +167,13 @@ class SharedMemory:
         v = k + config.stages * k_bytes
         after = v + config.stages * v_bytes
         out = 0 if config.out_in_q else after
-        bits = after if config.out_in_q else after + config.consumers * out_bytes
-        barriers = bits + config.draws_apart * config.stages * config.q_tile * config.kv_block  # a byte a pair
-        scratch = barriers + 8 * (2 * config.q_stages * config.consumers + (4 + config.inspected + 2 * config.draws_apart) * config.stages)
+        barriers = after if config.out_in_q else after + config.consumers * out_bytes
+        scratch = barriers + 8 * (2 * config.q_stages * config.consumers + (4 + config.inspected) * config.stages)
         places = scratch + 16  # and the barriers of that ring
         places_bytes = -(-places // 16) * 16 - places + TILES_POSTED * (PLACE_BYTES + 16) if config.options.packed else 0
         return cls(
             qk_panels, v_panels, out_panels, rows_panel, kv_panel, q_bytes, q_stride, out_stride, k_bytes, v_bytes,
-            q=0, k=k, v=v, out=out, bits=bits, barriers=barriers, scratch=scratch, places=-(-places // 16) * 16,
-            total=places + places_bytes + ALIGNMENT,
+            q=0, k=k, v=v, out=out, barriers=barriers, scratch=scratch, places=-(-places // 16) * 16, total=places + places_bytes + ALIGNMENT,
         )  # fmt: skip
 
 
@@ -257,11 +251,8 @@ def forward_config(problem: Problem, layouts: Layouts | None = None) -> ForwardC
         tiles = option_tiles(problem, tiles, Options.of(whole, layouts, 1).of_forward(problem))
     pack = 1 if problem.dropout else packed_heads(problem, tiles["q_tile"])  # random bits serve two queries of a head
     options = Options.of(whole, layouts, pack).of_forward(problem)
-    draws_apart = options.dropout and widest <= 128 and _only_drops(problem, options)
     registers = ROOMY_PRODUCER if widest > 128 and d != dv else REGISTERS[tiles["q_tile"] // 64]
-    if draws_apart:
-        registers = MASK_REGISTERS
-    elif options and not _only_drops(problem, options):
+    if options and not _only_drops(problem, options):
         registers = MASK_REGISTERS if options.masked else OPTION_REGISTERS[tiles["q_tile"] // 64]
     return ForwardConfig(
         element=ELEMENTS[problem.dtype],
@@ -273,8 +264,7 @@ def forward_config(problem: Problem, layouts: Layouts | None = None) -> ForwardC
         pack=pack,
         negative_scale=problem.scale < 0 and options.unit == "scale",
         fma_exponentials=2 if options.bounded and widest <= 64 else 0,
-        draws_apart=draws_apart,
-        draws_behind=options.dropout and widest > 64 and not draws_apart,
+        draws_behind=options.dropout and widest > 64,
         options=options,
         **tiles,
     )
@@ -299,10 +289,7 @@ def option_tiles(problem: Problem, tiles: dict, options: Options) -> dict:
     if options.dropout and options.reads:
         most = min(most, 64 if widest <= (128 if apart else 192) else 32)
     elif options.dropout:
-        alone = _only_drops(problem, options)
-        most = min(most, 64 if widest > 128 else 96 if widest > 64 and not alone else 128)
-        if alone and 64 < widest <= 128:  # the bits need the place of a second Q
-            tiles = tiles | {"q_stages": 1}
+        most = min(most, 64 if widest > 128 else 96 if widest > 64 and not _only_drops(problem, options) else 128)
     elif options.mask and apart and 64 < widest <= 128:
         most = min(most, 64)
     return tiles | {"kv_block": most, "hold": min(tiles.get("hold", 16), most // 4)}

@@ -28,7 +28,7 @@ from ...ptx.straight import straight_line
 from ...toolchain import KernelSource
 from ..bands import BOUNDS, Band
 from ..schedule import heads_of, tile_of_turn, tile_order
-from . import drawing, packed, tickets, unseen
+from . import packed, tickets, unseen
 from .config import INSPECTORS, PLACE_BYTES, TILES_POSTED, ForwardConfig, SharedMemory
 from .scores import Scores, block_of, entry_at, is_partial, next_entry, option_types
 
@@ -90,14 +90,11 @@ def build(config: ForwardConfig) -> KernelSource:
     # What options do; each of these is compiled in only where there is one that needs it.
     with_options, reads, changes, drops = bool(options_of), bool(options_of.bias), options_of.changes, options_of.dropout
     listed = options_of.masked  # a tile steps through the blocks of its list, not through a range of them
-    lengths, seated = options_of.lengths, options_of.reads or changes or (drops and not config.draws_apart)
+    lengths, seated = options_of.lengths, options_of.reads or changes or drops
     of_scores = Scores(kv_block, options_of)
     bounds_of_entry, take_seat, finish = of_scores.bounds_of_entry(has_right), of_scores.take_seat(pack), of_scores.finish(pack)
     fetch, fetch_first, change, drop = of_scores.fetch(False), of_scores.fetch(True), of_scores.change(), of_scores.drop()
-    draws_apart, draws_behind, draws_first = config.draws_apart, config.draws_behind, drops and not (config.draws_apart or config.draws_behind)
-    draw = of_scores.draw() if drops and not draws_apart else None
-    if draws_apart:
-        draw_part, read_drawn = drawing.drawing(config)
+    draw, draws_behind = of_scores.draw() if drops else None, config.draws_behind
     start_at_base, fall_to = of_scores.start() if bounded else None, of_scores.fall_to() if falls else None
     no_words = straight_line(of_scores.words, (), lambda ops: [ops.integer(0)] * len(of_scores.words))
     if listed:
@@ -118,9 +115,6 @@ def build(config: ForwardConfig) -> KernelSource:
     barriers = [memory.barriers + 8 * n for n in (0, q_stages * consumers, 2 * q_stages * consumers)]
     barriers += [barriers[2] + 8 * stages * n for n in (1, 2, 3, 4 if inspected else 2)]  # the last one: V may be read by consumers
     addresses = shared.addresses(memory.q, memory.k, memory.v, memory.out, *barriers, memory.scratch)
-    at_bits = barriers[2] + 8 * stages * (4 + inspected)
-    bits_places = shared.addresses(memory.bits, at_bits, at_bits + 8 * stages)
-    init_drawn = mbarrier.init_ring(stages, INSPECTORS)
     places = shared.addresses(*(memory.places + n for n in (0, TILES_POSTED * PLACE_BYTES, TILES_POSTED * (PLACE_BYTES + 8))))
     init_q_full, init_q_empty = mbarrier.init_ring(q_stages * consumers, 1), mbarrier.init_ring(q_stages * consumers, 1 if out_in_q else 4)
     init_seen = mbarrier.init_ring(stages, INSPECTORS)
@@ -158,7 +152,6 @@ def build(config: ForwardConfig) -> KernelSource:
             ops.store_at(lse + (head_row * ops.wide(seqlen_q) + ops.wide(query)) * 4, value, (query < seqlen_q) & ((lane & 3) == 0))
 
     out_of = straight_line(int32, (int32,) * 2, lambda ops, consumer, s_out: s_out + consumer * memory.out_stride)
-    thread_of_consumers = straight_line(int32, (int32,) * 2, lambda ops, consumer, thread: consumer * 128 + thread)
     staging_of = straight_line(int32, (int32,), lambda ops, consumer: consumer + STAGING)
     row_of = straight_line(int32, (int32,) * 2, lambda ops, q_block, row: q_block * config.q_tile + row)
     q_ring_of = straight_line(UniTuple(int32, 3), (int32,) * 4, q_ring_of)
@@ -166,35 +159,19 @@ def build(config: ForwardConfig) -> KernelSource:
     place_of_thread = straight_line(UniTuple(int32, 7), (int32,) * 2, place_of_thread)
     write_lse = straight_line(void, (uint64, *(int32,) * 6, BOUNDS, fragment.STATISTICS, float32), write_lse)
 
-    @inline
-    def take_drawn(place, lane, thread):
-        """A thread's bits of the block of a place."""
-        s_bits, drawn, taken = bits_places()
-        pipeline.wait(drawn, place)
-        found = read_drawn(s_bits, place, thread)
-        warp.sync()
-        pipeline.release(taken, place, lane)
-        return found
-
-    @inline
-    def pass_drawn(place, lane):
-        _, drawn, taken = bits_places()
-        pipeline.wait(drawn, place)
-        pipeline.release(taken, place, lane)
-
     def make_kv_step(masked):
         @inline
         def kv_step(acc, p16, statistics, place, j, partial, ring, my):
             """S of block j, while P V of the block before it is added to the accumulator. ``partial`` is that of its entry, where there are lists."""
             v_place = place
             place = advance(place)
-            if draws_first:  # while another warpgroup has its turn, and before the scores take registers
+            if drops and not draws_behind:  # while another warpgroup has its turn, and before the scores take registers
                 bits = draw(my.seat, j, my.options)
             pipeline.wait(ring.k_full, place)
             if pingpong:
                 warp.barrier_sync(my.turn, 256)
             s = scores(my.q, k_operand(ring.k, place))
-            if draws_behind:
+            if drops and draws_behind:
                 bits = draw(my.seat, j, my.options)
             if rescale_first and not bounded:
                 acc = rescale(acc, statistics)
@@ -211,8 +188,6 @@ def build(config: ForwardConfig) -> KernelSource:
                     mask_words = fetch_mask(row, my.lane, j, batch, head, bounds[0], my.options)
             s = wait_scores_only(s)
             pipeline.release(ring.k_empty, place, my.lane)
-            if draws_apart:
-                bits = take_drawn(place, my.lane, my.seat[0])
             if negative_scale:
                 s = negate(s)
             if changes:
@@ -251,8 +226,6 @@ def build(config: ForwardConfig) -> KernelSource:
             pipeline.release(ring.k_empty, place, lane)
             pipeline.wait(ring.v_full, place)
             pipeline.release(ring.v_empty, place, lane)
-            if draws_apart:
-                pass_drawn(place, lane)
             if pingpong and j != silent:
                 warp.barrier_sync(turn, 256)
                 warp.barrier_arrive(next_turn, 256)
@@ -348,10 +321,6 @@ def build(config: ForwardConfig) -> KernelSource:
             init_v_empty(v_empty)
             if inspected:
                 init_seen(v_seen)
-            if draws_apart:
-                _, drawn, taken = bits_places()
-                init_drawn(drawn)
-                init_empty(taken)
             if is_packed:
                 _, posted, has_read = places()
                 init_posted(posted)
@@ -421,24 +390,6 @@ def build(config: ForwardConfig) -> KernelSource:
                     tile = plus(blocks, upcoming_tile) if is_packed else tile_of_turn(turn, block, blocks)
                 if is_packed:
                     post(turn, zero(), zero(), zero(), zero(), preceding(zero()), bounds)
-            if draws_apart and tid >= 32:
-                s_bits, drawn, taken = bits_places()
-                drawer, lane = preceding(warp_of(tid)), within_warp(tid)
-                place = start_producer()
-                while tile < tiles:
-                    q_block, column = tile_order(tile, q_blocks, columns, section)
-                    batch, head, _ = heads_of(column, heads, group)
-                    first, end = blocks_of_tile(q_block, bounds)
-                    j = preceding(end)
-                    while j >= first:
-                        pipeline.wait(taken, place)
-                        draw_part(s_bits, place, j, drawer, lane, q_block, head, batch, options)
-                        warp.sync()
-                        pipeline.release(drawn, place, lane)
-                        place = advance(place)
-                        j = preceding(j)
-                    turn = following(turn)
-                    tile = tile_of_turn(turn, block, blocks)
             if inspected and tid >= 32:
                 inspector, lane = preceding(warp_of(tid)), within_warp(tid)
                 place = start()
@@ -501,8 +452,6 @@ def build(config: ForwardConfig) -> KernelSource:
                 first, end, my_first, my_end, left_border, right_border, query = blocks_of_warpgroup(q_block, w, bounds)
                 limits = limits_of_rows(row_of(q_block, my_row), my_column, bounds)
                 seat = limits
-                if draws_apart:
-                    seat = (thread_of_consumers(w, thread),)
                 if seated:
                     batch, head, _ = heads_of(column, heads, group)
                     if is_packed:
@@ -538,9 +487,7 @@ def build(config: ForwardConfig) -> KernelSource:
                         mask_words = no_mask_words()
                         if is_partial(entry) != 0:
                             mask_words = fetch_mask(spot[0], lane, j, batch, head, bounds[0], options)
-                    if draws_apart:
-                        bits = take_drawn(place, lane, seat[0])
-                    elif drops:
+                    if drops:
                         bits = draw(seat, j, options)
                     s = wait_scores(s)
                     pipeline.release(k_empty, place, lane)
