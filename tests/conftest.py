@@ -6,9 +6,12 @@
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy is there: the reference's products are small, and their threads wait by looping
+
 import contextlib
 import functools
-import os
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
