@@ -6,9 +6,12 @@
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy is there: the reference's products are small, and their threads wait by looping
+
 import contextlib
 import functools
-import os
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -166,12 +169,14 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU")
 
 
-LONGEST = ("test_simt_simulator.py", "test_sm90_options.py", "test_simt_kernel.py")
-"""Files that go first: the last one of a run should not keep one worker busy while the others have nothing to do."""
+FIRST = ("test_simt_simulator.py", "test_cpu_options.py", "test_simt_kernel.py", "test_cpu_kernel.py", "test_sm90_options.py")
+"""Files that go first: the last one of a run should not keep one worker busy while the others have nothing to do. And what
+``test_cpu_options.py`` compiles, the files of the documentation, of the libraries and of the command line find in the cache.
+"""
 
 
 def pytest_collection_modifyitems(items):
-    place = {name: n for n, name in enumerate(LONGEST)}
+    place = {name: n for n, name in enumerate(FIRST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
     for item in items:
         if "gpu" in item.keywords and gpu_library() is None:

@@ -239,7 +239,7 @@ def list_cases():
     cases = {
         "documents": replace(base, mask_shape=(150, 210), mask_values="documents"),
         "documents, in fours": replace(base, seqlen_k=212, mask_shape=(1, 1, 150, 212), mask_values="documents"),
-        "none": replace(base, mask_shape=full, mask_values="none"),
+        "none": replace(base, mask_shape=(2, 1, 150, 210), mask_values="none"),
         "of every head, causal": replace(base, mask_shape=full, mask_values="sliding", causal=True),
         "of keys": replace(base, mask_shape=(2, 1, 1, 210), mask_values="blocks"),
         "of queries, strided": replace(base, mask_shape=(150, 1), mask=Placement(step=(-1, 2)), window=(70, 3)),

@@ -110,7 +110,8 @@ def test_run_takes_options_from_the_file_by_name(tmp_path, capsys, operands, opt
 def test_run_in_another_dtype_keeps_that_of_options(tmp_path, capsys, operands, option_arrays):
     files.save(tmp_path / "in.npz", operands | option_arrays | {"bias": option_arrays["bias"].astype(np.float64)})
     for dtype in ("float64", "float16"):
-        status, said, err = command(capsys, "run", tmp_path / "in.npz", "--dtype", dtype, "--out", tmp_path / "out.npz")
+        numbers = ("--softcap", "5", "--dropout", "0.25", "--seed", "1")
+        status, said, err = command(capsys, "run", tmp_path / "in.npz", "--dtype", dtype, *numbers, "--out", tmp_path / "out.npz")
         assert status == 0 and f" {dtype}, with mask" in said, err
 
 

@@ -193,14 +193,14 @@ def test_the_number_of_threads_changes_no_bit():
 
 def test_parts_of_the_keys_share_one_sink():
     rng = np.random.default_rng(0)
-    for rows in (1, 10):
-        q, k, v = (rng.standard_normal((1, n, 1, 16)) for n in (rows, 20000, 20000))
-        sinks = np.array([9.0])
+    for rows in (1, 20):
+        q, k, v = (rng.standard_normal((1, n, 1, 16), np.float32) for n in (rows, 20000, 20000))
+        sinks = np.float32([9.0])
         got, lse = numbaflash.forward(q, k, v, sinks=sinks, return_lse=True)
-        problem = make_problem(q.shape, k.shape, v.shape, ("float64",) * 3, sinks=((1,), "float64"))
+        problem = make_problem(q.shape, k.shape, v.shape, ("float32",) * 3, sinks=((1,), "float32"))
         want, want_lse = reference.forward(problem, q, k, v, sinks=sinks)
-        np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-14)
-        np.testing.assert_allclose(lse, want_lse, rtol=1e-13)
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(lse, want_lse, rtol=1e-6)
         assert config.choose(problem, 2).splits == 2
 
 

@@ -156,11 +156,12 @@ def test_options_are_operands():
     @jax.jit
     def run(q, k, v, more):
         traced.append(None)
-        return numbaflash.attention(q, k, v, **more)
+        return numbaflash.attention(q, k, v, **more, **numbers)
 
+    numbers = options("all")[0]
     for seed in range(3):
         arrays = given(options("all", seed)[1])
-        want, _ = exact({"q": q, "k": k, "v": v} | arrays, {})
+        want, _ = exact({"q": q, "k": k, "v": v} | arrays, numbers)
         assert_near(run(q, k, v, arrays), want)
     assert len(traced) == 1
 
@@ -317,10 +318,9 @@ def test_vmap_is_a_loop(name, batch, jitted):
 
 def test_gradients_of_a_vmap():
     """What is the same for all elements gets the sum of their gradients."""
-    _, arrays = options("all")
-    numbers = {"dropout": 0.25, "seed": 3}
+    numbers, arrays = options("all")
     qkv = given(dict(zip(NEEDS, made(), strict=True)))
-    constant = given({name: arrays[name] for name in ("mask", "seqlens_k")})
+    constant = given({name: x for name, x in arrays.items() if name not in ("bias", "sinks")})
     q = jnp.stack([qkv["q"], 2 * qkv["q"]])
     bias, sinks = given({"bias": arrays["bias"], "sinks": arrays["sinks"]}).values()
 
@@ -528,25 +528,31 @@ def test_gpu_elements_one_after_the_other():
 
 
 def test_in_a_shard_map():
-    """Two host devices; a bias and sinks that both have get the sum of their gradients."""
+    """Two host devices, one option after the other; a bias and sinks that both have get the sum of their gradients."""
     code = """
         import jax, jax.numpy as jnp, numpy as np, numbaflash
         from jax.sharding import Mesh, PartitionSpec as P
 
-        keys = jax.random.split(jax.random.key(0), 6)
-        q, k, v = (jax.random.normal(key, (4, 11, 2, 16)) for key in keys[:3])
-        bias, sinks = jax.random.normal(keys[3], (2, 11, 11)), jax.random.normal(keys[4], (2,))
-        mask, lengths = jax.random.bernoulli(keys[5], 0.7, (4, 1, 11, 11)), jnp.array([11, 3, 7, 9])
+        keys = jax.random.split(jax.random.key(0), 7)
+        q, k, v = (jax.random.normal(key, (4, 19, 2, 16)) for key in keys[:3])
+        options = {
+            "bias": (jax.random.normal(keys[3], (2, 19, 19)), P()),
+            "sinks": (jax.random.normal(keys[4], (2,)), P()),
+            "mask": (jax.random.bernoulli(keys[5], 0.7, (4, 1, 19, 19)), P("x")),
+            "seqlens_k": (jnp.array([19, 3, 17, 9]), P("x")),
+            "alibi_slopes": (jax.random.uniform(keys[6], (4, 2)), P("x")),
+        }
         mesh = Mesh(np.array(jax.devices()), ("x",))
+        for name, (array, spec) in options.items():
 
-        def attention(q, k, v, bias, sinks, mask, lengths):
-            return numbaflash.attention(q, k, v, causal=True, softcap=3.0, bias=bias, sinks=sinks, mask=mask, seqlens_k=lengths)
+            def attention(q, k, v, array):
+                return numbaflash.attention(q, k, v, causal=True, **{name: array})
 
-        inside = jax.shard_map(attention, mesh=mesh, in_specs=(P("x"), P("x"), P("x"), P(), P(), P("x"), P("x")), out_specs=P("x"))
-        got, want = (jax.jit(jax.grad(lambda *a: (f(*a, mask, lengths) ** 2).sum(), (0, 1, 2, 3, 4)))(q, k, v, bias, sinks)
-                     for f in (inside, attention))
-        for one, other in zip(got, want):
-            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+            inside = jax.shard_map(attention, mesh=mesh, in_specs=(P("x"), P("x"), P("x"), spec), out_specs=P("x"))
+            which = (0, 1, 2, 3) if name in ("bias", "sinks") else (0, 1, 2)
+            got, want = (jax.jit(jax.grad(lambda *a: (f(*a) ** 2).sum(), which))(q, k, v, array) for f in (inside, attention))
+            for one, other in zip(got, want):
+                np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
     """
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)

@@ -26,11 +26,21 @@ def simulator():
 DRAWN = ("drawn by Hypothesis", "options drawn by Hypothesis")
 BACKWARD_NAMES = [f"backward: {name}" for name in (*simulator_cases.backward_cases(), *DRAWN)]
 PACKED_NAMES = [f"packed: {name}" for name in packed_cases.CASES]
+LIST_NAMES = [f"lists: {name}" for name in simulator_cases.list_cases()]
 TURN_NAMES = [f"turns: {name}" for name in simulator_cases.turn_cases()]
 
 
-@pytest.mark.parametrize("name", [*simulator_cases.cases(), *DRAWN, *BACKWARD_NAMES, *PACKED_NAMES, *TURN_NAMES])
+NAMES = [*simulator_cases.cases(), *DRAWN, *BACKWARD_NAMES, *PACKED_NAMES, *LIST_NAMES, *TURN_NAMES]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_simulator(simulator, name):
     results, done = simulator
     assert name in results, done.stderr[-4000:]
     assert results[name] is None, results[name]
+
+
+def test_no_other_case(simulator):
+    """Whatever ran is asked for above."""
+    results, _ = simulator
+    assert set(results) == set(NAMES)

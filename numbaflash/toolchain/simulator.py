@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
+import random
 import threading
 from contextlib import contextmanager
 
@@ -46,50 +46,85 @@ def view(address: int, dtype: str, shape, strides) -> np.ndarray:
     return np.asarray(_Memory(address, dtype, shape, strides))
 
 
+@functools.cache
+def _block_in_turns():
+    """Numba's blocks, with threads that run one at a time from barrier to barrier: in an order drawn anew each time, the same in every run.
+
+    By itself, Numba's simulator polls its threads, which takes as long as their work; and two of them may make a shared array each.
+    """
+    from numba.cuda.simulator.kernel import BlockManager, BlockThread
+
+    class Thread(BlockThread):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.turn = threading.Lock()
+            self.turn.acquire()
+
+        def run(self):
+            self.turn.acquire()
+            try:
+                if not self.abort:
+                    super().run()
+            finally:
+                self._manager.ended(self)
+
+        def syncthreads(self):
+            self._manager.arrived(self)
+            self.turn.acquire()
+            if self.abort:
+                raise RuntimeError("another thread of the block has failed")
+
+    class Block(BlockManager):
+        def run(self, grid_point, *args):
+            self._order, self._waiting, self._error = random.Random(repr(grid_point)), [], None
+            self._over = threading.Lock()
+            self._over.acquire()
+            points = np.ndindex(*self._block_dim)
+            self._threads = [Thread(lambda: self._f(*args), self, grid_point, point, self._debug) for point in points]
+            self._ready = self._shuffled(self._threads)
+            for thread in self._threads:
+                thread.start()
+            self._pass_on()
+            self._over.acquire()
+            for thread in self._threads:
+                thread.join()
+            if self._error is not None:
+                error, trace = self._error
+                raise error.with_traceback(trace)
+
+        def _shuffled(self, threads):
+            return self._order.sample(threads, len(threads))
+
+        def arrived(self, thread):
+            self._waiting.append(thread)
+            self._pass_on()
+
+        def ended(self, thread):
+            if thread.exception and self._error is None:
+                self._error = thread.exception
+                for each in self._threads:
+                    each.abort = True
+            self._pass_on()
+
+        def _pass_on(self):
+            if not self._ready:
+                self._ready, self._waiting = self._shuffled(self._waiting), []
+            (self._ready.pop().turn if self._ready else self._over).release()
+
+    return Block
+
+
 @contextmanager
-def _quick_switching():
-    """Let waiting threads go on at once: the simulator polls, and by default Python switches only every 5 ms."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
+def taking_turns():
+    """Let the threads of a block run one after the other from barrier to barrier, in kernels launched meanwhile."""
+    from numba.cuda.simulator import kernel
+
+    before = kernel.BlockManager
+    kernel.BlockManager = _block_in_turns()
     try:
         yield
     finally:
-        sys.setswitchinterval(before)
-
-
-class _Allocations(dict):
-    """A block's shared arrays, where a thread that finds one missing keeps others waiting until it has put it there.
-
-    In Numba's simulator two threads may both find it missing, and the one that is first then has an array of its own.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self._missing = threading.Lock()
-
-    def get(self, place):
-        self._missing.acquire()
-        if place in self:
-            self._missing.release()
-        return super().get(place)
-
-    def __setitem__(self, place, array):
-        super().__setitem__(place, array)
-        self._missing.release()
-
-
-@functools.cache
-def allocate_once():
-    """Let a block's threads have the same shared arrays, whichever of them comes first."""
-    from numba.cuda.simulator.kernelapi import FakeCUDAShared
-
-    start = FakeCUDAShared.__init__
-
-    def start_with_a_lock(self, *args):
-        start(self, *args)
-        self._allocations = _Allocations()
-
-    FakeCUDAShared.__init__ = start_with_a_lock
+        kernel.BlockManager = before
 
 
 class SimulatedLaunch:
@@ -116,13 +151,12 @@ class SimulatedLaunch:
                 arguments.append(FakeCUDAArray(array))  # an ndarray would be copied in and out
             else:
                 raise CompileError(f"the CUDA simulator has no {type(parameter).__name__} parameters")
-        with _ONE_AT_A_TIME, _quick_switching():
+        with _ONE_AT_A_TIME, taking_turns():
             cuda.jit(self._function)[self._grid, self._threads, 0, self._shared_bytes](*arguments)
 
 
 def prepare(request: KernelRequest, parameters, *, grid, threads: int, shared_bytes: int = 0, device=None, operands=OPERANDS) -> SimulatedLaunch:
     """As `numbaflash.toolchain.prepare`, in the simulator."""
-    allocate_once()
     module, _, function = request.build.partition(":")
     source = getattr(importlib.import_module(module), function)(request.config)
     if source.threads != threads:
