@@ -15,7 +15,8 @@ from numba import cuda, types
 from numbaflash import reference
 from numbaflash.kernels import dropout
 from numbaflash.problem import make_problem
-from numbaflash.ptx.straight import SimulatorOps, straight_line
+from numbaflash.ptx.simulated import SimulatorOps
+from numbaflash.ptx.straight import straight_line
 
 # Random123's known answers for Philox4x32-10: counter, key, result.
 KNOWN = [

@@ -22,7 +22,7 @@ from numbaflash.kernels.simt.backward import config as backward_tuning
 from numbaflash.kernels.simt.backward import walk
 from numbaflash.kernels.simt.tiles import copy_width, element_copy_width
 from numbaflash.problem import DTYPES, ITEMSIZE, PACKED, make_packed_problem, make_problem
-from numbaflash.ptx.straight import SimulatorOps
+from numbaflash.ptx.simulated import SimulatorOps
 from numbaflash.support import contiguous_backward_layouts, contiguous_layouts
 from numbaflash.testing import BackwardCase, Case
 

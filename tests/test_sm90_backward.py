@@ -20,7 +20,7 @@ from numbaflash.kernels.sm90 import backward
 from numbaflash.kernels.sm90.backward.config import SharedMemory, q_blocks_of_tiles, visible_queries
 from numbaflash.kernels.sm90.config import MAX_SHARED
 from numbaflash.problem import make_problem
-from numbaflash.ptx.straight import SimulatorOps
+from numbaflash.ptx.simulated import SimulatorOps
 
 H200 = Device("cuda", 0, (9, 0), 132, "NVIDIA H200")
 BANDS = ({}, {"causal": True}, {"causal": "top_left"}, {"window": (50, 20)}, {"window": (70, None)}, {"window": (None, 9)}, {"window": (33, 0)})

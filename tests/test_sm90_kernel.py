@@ -13,7 +13,7 @@ from numbaflash.dispatch import Device, Layout, Layouts
 from numbaflash.kernels import schedule, sections, sm90
 from numbaflash.kernels.sm90.config import MAX_SHARED, SharedMemory, forward_config, kv_blocks
 from numbaflash.problem import make_problem, trim_keys
-from numbaflash.ptx.straight import SimulatorOps
+from numbaflash.ptx.simulated import SimulatorOps
 
 H200 = Device("cuda", 0, (9, 0), 132, "NVIDIA H200")
 

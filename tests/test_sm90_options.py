@@ -32,7 +32,8 @@ from numbaflash.kernels.sm90.config import MAX_SHARED, SharedMemory, forward_con
 from numbaflash.kernels.sm90.options import KEYS_OF_A_DRAW, ROUND_KEYS, kernel_keys
 from numbaflash.kernels.sm90.scores import LOG2E, Scores
 from numbaflash.problem import ITEMSIZE, make_packed_problem, make_problem, trim_keys
-from numbaflash.ptx import fragment, straight
+from numbaflash.ptx import fragment, operations
+from numbaflash.ptx.simulated import SimulatorOps
 from numbaflash.testing import BackwardCase, Case, Placement
 from numbaflash.testing.accuracy import spread_nonfinite
 from numbaflash.toolchain.launch import check_launch
@@ -40,7 +41,7 @@ from numbaflash.toolchain.launch import check_launch
 H200 = Device("cuda", 0, (9, 0), 132, "NVIDIA H200")
 
 
-class VectorOps(straight.SimulatorOps):
+class VectorOps(SimulatorOps):
     """Bodies on all threads of a warpgroup at once: an array for each register."""
 
     truth = staticmethod(lambda condition: np.asarray(condition).astype(np.int32))
@@ -1110,14 +1111,14 @@ def test_random_bits_keep_heads_apart():
 
 
 def test_the_polynomial_of_exp2():
-    """The steps of `straight.exp2_by_fma`, in float32."""
+    """The steps of `operations.exp2_by_fma`, in float32."""
     x = np.float32(np.concatenate([np.linspace(-126, 0, 200_001), [-127, -126.9, -1e30, -np.inf, np.nan]]))
     bits = np.float32(1.5 * 2**23)
     with np.errstate(invalid="ignore"):
         clamped = np.where(np.isnan(x), x, np.maximum(x, np.float32(-127)))
         sums = clamped + bits
-        rest, y = clamped - (sums - bits), np.float32(straight.EXP2_TERMS[-1])
-    for term in straight.EXP2_TERMS[-2::-1]:
+        rest, y = clamped - (sums - bits), np.float32(operations.EXP2_TERMS[-1])
+    for term in operations.EXP2_TERMS[-2::-1]:
         y = y * rest + np.float32(term)
     power = ((sums.view(np.int32).astype(np.int64) << 23) + 0x3F800000 & 0xFFFFFFFF).astype(np.uint32).view(np.float32)
     got = y * power
@@ -1137,7 +1138,7 @@ def test_softcap_far_above_the_scores_is_exact(cap):
     x = np.float32([0, -0.0, 1e-30, 1e-6, 0.01, 0.1, 1, 5, -20, 88, 1e4, -1e30, np.inf, -np.inf])
     named = {"cap_slope": np.float32(0.5 / cap), "cap_exponent": np.float32(LOG2E / cap)}
     with np.errstate(all="ignore"):
-        got = np.array([bodies.tanh(straight.SimulatorOps, "high", each, named) * np.float32(cap) for each in x], np.float64)
+        got = np.array([bodies.tanh(SimulatorOps, "high", each, named) * np.float32(cap) for each in x], np.float64)
         exact = cap * np.tanh(0.5 * x.astype(np.float64) / cap)
     assert (np.abs(got - exact) <= 2e-6 * np.abs(exact) + cap * 2.0**-149).all()
 

@@ -15,7 +15,8 @@ from llvmlite import ir
 from numba.cuda import types
 
 from .inline import F32, I32, U32, U64, VOID, emit, llvm_f32, llvm_i32, make_intrinsic, pack, unpack
-from .straight import exp2_by_fma, straight_line
+from .operations import exp2_by_fma
+from .straight import straight_line
 
 CONVERT = {"f16": "cvt.rn.f16x2.f32", "bf16": "cvt.rn.bf16x2.f32"}
 
