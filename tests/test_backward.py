@@ -19,7 +19,7 @@ import numbaflash
 from numbaflash import dispatch, reference
 from numbaflash.problem import DTYPES, NEEDS, check_needs
 from numbaflash.testing import RECIPES, BackwardCase, Placement, backward_problems, compare_gradients, expected_gradients, rounded, run_backward_case
-from numbaflash.testing.accuracy import PRECISION
+from numbaflash.testing.arithmetic import PRECISION
 
 GRADIENTS = ("dq", "dk", "dv")
 ALONE = {

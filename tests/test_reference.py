@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from numbaflash import reference
-from numbaflash.testing import RECIPES, BackwardCase, Case, accuracy, backward_problems, expected, expected_gradients, problems
+from numbaflash.testing import RECIPES, BackwardCase, Case, arithmetic, backward_problems, expected, expected_gradients, problems
 from numbaflash.testing.strategies import FEATURES
 
 SMALL = problems(dtypes=("float64",), max_seqlen=20, work=200, head_dims=(1, 2, 3, 5, 8))
@@ -115,12 +115,12 @@ def test_exact_results_of_the_accuracy_rule(case):
 def test_chunks_do_not_matter(case):
     values = inputs(case)
     whole = expected(case.problem, *values)
-    before = accuracy.CHUNK["numpy"]
-    accuracy.CHUNK["numpy"] = 64
+    before = arithmetic.CHUNK["numpy"]
+    arithmetic.CHUNK["numpy"] = 64
     try:
         parts = expected(case.problem, *values)
     finally:
-        accuracy.CHUNK["numpy"] = before
+        arithmetic.CHUNK["numpy"] = before
     for name in ("out", "lse", "out_tolerance", "lse_tolerance"):
         a, b = getattr(whole, name), getattr(parts, name)
         assert np.allclose(a, b, rtol=1e-3, atol=1e-300, equal_nan=True), name
@@ -255,12 +255,12 @@ def make_double(problem):
 def test_chunks_do_not_matter_to_gradients(case):
     given_ = gradient_inputs(case)
     whole = expected_gradients(case.problem, **given_)
-    before = accuracy.CHUNK["numpy"]
-    accuracy.CHUNK["numpy"] = 64
+    before = arithmetic.CHUNK["numpy"]
+    arithmetic.CHUNK["numpy"] = 64
     try:
         parts = expected_gradients(case.problem, **given_)
     finally:
-        accuracy.CHUNK["numpy"] = before
+        arithmetic.CHUNK["numpy"] = before
     for name in GRADIENTS:
         for kind in ("", "_tolerance"):
             a, b = getattr(whole, name + kind), getattr(parts, name + kind)
@@ -587,12 +587,12 @@ def test_chunks_do_not_matter_to_options(case):
         forward = expected(case.problem, *(arrays[name] for name in "qkv"), **options)
         return forward, expected_gradients(case.problem, **arrays, **options)
 
-    whole, before = both(), accuracy.CHUNK["numpy"]
-    accuracy.CHUNK["numpy"] = 64
+    whole, before = both(), arithmetic.CHUNK["numpy"]
+    arithmetic.CHUNK["numpy"] = 64
     try:
         parts = both()
     finally:
-        accuracy.CHUNK["numpy"] = before
+        arithmetic.CHUNK["numpy"] = before
     for a, b in zip(whole, parts, strict=True):
         for f in dataclasses.fields(a):
             x, y = getattr(a, f.name), getattr(b, f.name)

@@ -35,7 +35,7 @@ from numbaflash.problem import ITEMSIZE, make_packed_problem, make_problem, trim
 from numbaflash.ptx import fragment, operations
 from numbaflash.ptx.simulated import SimulatorOps
 from numbaflash.testing import BackwardCase, Case, Placement
-from numbaflash.testing.accuracy import spread_nonfinite
+from numbaflash.testing.exact import spread_nonfinite
 from numbaflash.toolchain.launch import check_launch
 
 H200 = Device("cuda", 0, (9, 0), 132, "NVIDIA H200")

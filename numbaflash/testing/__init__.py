@@ -34,18 +34,14 @@ from __future__ import annotations
 from .accuracy import (
     Accuracy,
     AccuracyError,
-    Expected,
-    ExpectedGradients,
     GradientAccuracy,
     check_backward,
     check_forward,
     compare,
     compare_gradients,
-    expected,
-    expected_gradients,
-    spread_nonfinite,
 )
 from .cases import BackwardCase, Case, Memory, Packed, Placement
+from .exact import Expected, ExpectedGradients, expected, expected_gradients, spread_nonfinite
 from .fuzzing import fuzz, load, replay
 from .libraries import LIBRARIES, Operands, gpu_libraries, to_float64
 from .runner import WriteError, run_backward_case, run_case

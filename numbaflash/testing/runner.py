@@ -7,20 +7,10 @@ from collections.abc import Callable
 import numpy as np
 
 from .. import dispatch
-from .accuracy import (
-    Accuracy,
-    AccuracyError,
-    Expected,
-    ExpectedGradients,
-    GradientAccuracy,
-    check_backward,
-    check_forward,
-    expected,
-    expected_gradients,
-    spread_nonfinite,
-)
+from .accuracy import Accuracy, AccuracyError, GradientAccuracy, check_backward, check_forward
 from .ahead import plan_of
 from .cases import BackwardCase, Case
+from .exact import Expected, ExpectedGradients, expected, expected_gradients, spread_nonfinite
 from .libraries import Operands, device_of, to_numpy
 from .values import SENTINEL
 
