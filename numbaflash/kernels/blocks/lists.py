@@ -95,7 +95,7 @@ def _steps(config: ListsConfig):
 
 
 def _classifying(config: ListsConfig):
-    """``entry(bounds, mask, batch, first_head, heads, q_block, k_block)``: 0 or 1 for a block that is in the list, as its entry has it, else -1.
+    """``flag_of(mask, batch, first_head, heads, q_block, k_block, bounds)``: 0 or 1 for a block that is in the list, as its entry has it, else -1.
 
     Two functions of kernels: ``bounds_of(...)`` of a batch entry, and ``flag_of(...)``.
     """
@@ -116,7 +116,9 @@ def _classifying(config: ListsConfig):
         return length_q, length_k, offset
 
     @inline
-    def flag_of(words, of_batch, of_head, of_row, of_column, batch, first_head, heads, q_block, k_block, length_q, length_k, offset, left, right):
+    def flag_of(mask, batch, first_head, heads, q_block, k_block, bounds):
+        words, of_batch, of_head, of_row, of_column = mask
+        length_q, length_k, offset, left, right = bounds
         first, last = q_block * q_size, min(q_block * q_size + q_size, length_q) - 1
         key, last_key = k_block * k_size, min(k_block * k_size + k_size, length_k) - 1
         seen, whole = last >= first and last_key >= key, last_key == key + k_size - 1
@@ -158,16 +160,14 @@ def build_lists(config: ListsConfig) -> KernelSource:
         tiles, blocks = (k_blocks, q_blocks) if of_keys else (q_blocks, k_blocks)
         tile, head, batch = number % tiles, number // tiles % list_heads, number // (tiles * list_heads)
         length_q, length_k, offset = bounds_of(batch, seqlens_q, seqlens_q_batch, seqlens_k, seqlens_k_batch, seqlen_q, seqlen_k, offset)
+        mask, bounds = (words, words_batch, words_head, words_row, words_column), (length_q, length_k, offset, left, right)
         counts = cuda.shared.array(threads, int32)
         share = (blocks + threads - 1) // threads
         first, end = min(thread * share, blocks), min((thread + 1) * share, blocks)
         count = 0
         for block in range(first, end):
             q_block, k_block = (block, tile) if of_keys else (tile, block)
-            flag = flag_of(
-                words, words_batch, words_head, words_row, words_column, batch, head * heads, heads, q_block, k_block,
-                length_q, length_k, offset, left, right,
-            )  # fmt: skip
+            flag = flag_of(mask, batch, head * heads, heads, q_block, k_block, bounds)
             count += 1 if flag >= 0 else 0
         counts[thread] = count
         cuda.syncthreads()
@@ -178,10 +178,7 @@ def build_lists(config: ListsConfig) -> KernelSource:
         at = number * words_of_list(blocks)
         for block in range(first, end):
             q_block, k_block = (block, tile) if of_keys else (tile, block)
-            flag = flag_of(
-                words, words_batch, words_head, words_row, words_column, batch, head * heads, heads, q_block, k_block,
-                length_q, length_k, offset, left, right,
-            )  # fmt: skip
+            flag = flag_of(mask, batch, head * heads, heads, q_block, k_block, bounds)
             if flag >= 0:
                 place = total - 1 - before if descending else before
                 put(lists, at + LIST_START + place, 2 * block + flag)
@@ -211,14 +208,12 @@ def build_ranks(config: ListsConfig) -> KernelSource:
         head, batch = number % list_heads, number // list_heads
         if q_block < q_blocks:
             length_q, length_k, offset = bounds_of(batch, seqlens_q, seqlens_q_batch, seqlens_k, seqlens_k_batch, seqlen_q, seqlen_k, offset)
+            mask, bounds = (words, words_batch, words_head, words_row, words_column), (length_q, length_k, offset, left, right)
             rank = 0
             for n in range(k_blocks):
                 k_block = k_blocks - 1 - n if descending else n
                 put(ranks, (number * k_blocks + k_block) * q_blocks + q_block, rank)
-                flag = flag_of(
-                    words, words_batch, words_head, words_row, words_column, batch, head * heads, heads, q_block, k_block,
-                    length_q, length_k, offset, left, right,
-                )  # fmt: skip
+                flag = flag_of(mask, batch, head * heads, heads, q_block, k_block, bounds)
                 rank += 1 if flag >= 0 else 0
 
     return KernelSource(number_tiles, _SIGNATURE, threads=threads)

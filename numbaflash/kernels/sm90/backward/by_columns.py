@@ -78,7 +78,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     with_options, drops, crowded = bool(options_of), options_of.dropout, config.crowded
     of_scores = KeyScores(half, q_block, options_of, config.left, fma_exponentials=config.fma_exponentials)
     take_seat, fetch, no_words, keep_factor = of_scores.take_seat(), of_scores.fetch(), of_scores.no_words(), of_scores.keep_factor()
-    fetch_mask, no_mask_words = of_scores.fetch_mask() if options_of.masked else None, of_scores.no_mask_words()
+    no_mask_words = of_scores.no_mask_words()
     fetches = of_scores.fetches
     draw, no_kept, drop = of_scores.draw() if drops else None, of_scores.no_kept(), of_scores.drop(config.element)
     scale_dv = fragment.scale(dv_part)
@@ -128,21 +128,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
 
     key_of_thread = straight_line(int32, (int32,) * 2, lambda ops, n, thread: n * kv_tile + (thread >> 5) * 16 + ((thread & 31) >> 2))
 
-    place_anew = straight_line(  # (first key, first column) of a thread, for which no registers are kept
-        UniTuple(int32, 2),
-        (int32,) * 4,
-        lambda ops, n, w, thread, columns: [
-            n * kv_tile + (ops.opaque(thread) >> 5) * 16 + ((ops.opaque(thread) & 31) >> 2),
-            ops.opaque(columns) >> 2,
-        ],
-    )
-    make_weights = weighing(of_scores, memory, limits_of_keys, place_anew)
-
-    @inline
-    def fetch_mask_of(m, head, my):
-        n, batch, seqlen_k, bounds = my.spot
-        key, query = place_anew(n, my.w, my.thread, my.columns)
-        return fetch_mask(key, query, m, batch, head, bounds[0], seqlen_k, my.options)
+    make_weights, fetch_mask_of = weighing(config, of_scores, memory, limits_of_keys)
 
     @inline
     def prepare(tid, warpgroup, n, batch, kv_head, group, onward, seqlen_k, bounds, places, scale_log2, options):

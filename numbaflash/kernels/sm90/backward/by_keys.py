@@ -77,7 +77,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     draws_ahead = config.draws_ahead
     of_scores = KeyScores(q_block, q_block, options_of, config.left, fma_exponentials=config.fma_exponentials)
     take_seat, fetch, no_words, keep_factor = of_scores.take_seat(), of_scores.fetch(), of_scores.no_words(), of_scores.keep_factor()
-    fetch_mask, no_mask_words = of_scores.fetch_mask() if options_of.masked else None, of_scores.no_mask_words()
+    no_mask_words = of_scores.no_mask_words()
     fetches, splits = of_scores.fetches, of_scores.splits
     draw, no_kept, drop = of_scores.draw() if drops else None, of_scores.no_kept(), of_scores.drop(config.element)
     scale_dv = fragment.scale(dv_columns)
@@ -117,21 +117,7 @@ def consumers(config: BackwardConfig, memory: SharedMemory):
     own_key = straight_line(int32, (int32,) * 2, lambda ops, n, consumer: n * kv_tile + consumer * 64)
     key_of_thread = straight_line(int32, (int32,) * 3, lambda ops, n, w, thread: n * kv_tile + w * 64 + (thread >> 5) * 16 + ((thread & 31) >> 2))
 
-    place_anew = straight_line(  # (first key, first column) of a thread, for which no registers are kept
-        UniTuple(int32, 2),
-        (int32,) * 4,
-        lambda ops, n, w, thread, columns: [
-            n * kv_tile + w * 64 + (ops.opaque(thread) >> 5) * 16 + ((ops.opaque(thread) & 31) >> 2),
-            ops.opaque(columns) >> 2,
-        ],
-    )
-    make_weights = weighing(of_scores, memory, limits_of_keys, place_anew)
-
-    @inline
-    def fetch_mask_of(m, head, my):
-        n, batch, seqlen_k, bounds = my.spot
-        key, query = place_anew(n, my.w, my.thread, my.columns)
-        return fetch_mask(key, query, m, batch, head, bounds[0], seqlen_k, my.options)
+    make_weights, fetch_mask_of = weighing(config, of_scores, memory, limits_of_keys)
 
     @inline
     def prepare(tid, warpgroup, n, batch, kv_head, group, onward, seqlen_k, bounds, places, scale_log2, options):

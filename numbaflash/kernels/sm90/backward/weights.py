@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from numba import cuda
+from numba.cuda.types import UniTuple, int32
 
 from ....ptx import fragment, pipeline
 from ....ptx.index import plus
-from .config import SharedMemory
+from ....ptx.straight import straight_line
+from .config import BackwardConfig, SharedMemory
 from .scores import KeyScores
 
 inline = cuda.jit(device=True, inline="always")
 
 
-def weighing(of_scores: KeyScores, memory: SharedMemory, limits_of, place_anew):
-    """``f(masked) -> (weights, gradients)`` of fragments of so many columns.
+def weighing(config: BackwardConfig, of_scores: KeyScores, memory: SharedMemory, limits_of):
+    """Two functions: ``f(masked) -> (weights, gradients)`` of fragments of so many columns, and ``fetch_mask_of(m, head, my)``, where blocks come
+    from lists. ``limits_of(key, column, bounds)`` are `KeyBand.limits`.
 
-    ``place_anew(n, w, thread, columns)`` and ``limits_of(key, column, bounds)`` say where a thread stands, where blocks come from lists.
     ``weights(s, words, mask_words, place, m, head, ring, my)`` returns P^T as dV needs it but for dropout, and as the gradient of the scores does;
     ``gradients(p, dp, kept, place, m, ring, my)`` returns dS^T.
     """
@@ -23,6 +25,24 @@ def weighing(of_scores: KeyScores, memory: SharedMemory, limits_of, place_anew):
     listed = of_scores.options.masked
     probabilities, score_gradients = fragment.probabilities(columns), fragment.score_gradients(columns)
     mask, column_values = fragment.mask_band(columns, True, of_scores.left, 0.0, of_scores.q_block), fragment.column_values(columns)
+
+    fetch_mask = of_scores.fetch_mask() if listed else None
+    rows_of_consumer = 0 if config.columns_apart else 64
+
+    place_anew = straight_line(  # (first key, first column) of a thread, for which no registers are kept
+        UniTuple(int32, 2),
+        (int32,) * 4,
+        lambda ops, n, w, thread, columns: [
+            n * config.kv_tile + w * rows_of_consumer + (ops.opaque(thread) >> 5) * 16 + ((ops.opaque(thread) & 31) >> 2),
+            ops.opaque(columns) >> 2,
+        ],
+    )
+
+    @inline
+    def fetch_mask_of(m, head, my):
+        n, batch, seqlen_k, bounds = my.spot
+        key, query = place_anew(n, my.w, my.thread, my.columns)
+        return fetch_mask(key, query, m, batch, head, bounds[0], seqlen_k, my.options)
 
     def make(masked):
         weigh, differentiate = of_scores.weigh(masked), of_scores.differentiate(masked)
@@ -53,4 +73,4 @@ def weighing(of_scores: KeyScores, memory: SharedMemory, limits_of, place_anew):
 
         return weights, gradients
 
-    return make
+    return make, fetch_mask_of
