@@ -221,6 +221,8 @@ def check_lists(case, q_size, k_size, heads, of_keys, descending):
                 every = all(each[: max(0, length_q - m * q_size)].all() and each.shape[1] == k_size for each in part)
                 assert block in partial or not some, "what is seen must be listed"
                 assert not (block in partial and partial[block] == 0) or every, "a block of which something is hidden must be partial"
+                if of_keys and problem.seqlens_q and (m + 1) * q_size > length_q:
+                    assert partial.get(block) != 0, "gradients look for padding of queries in partial blocks only"
                 around = tuple(slice(i * size // 64 * 64, -(-(i + 1) * size // 64) * 64) for i, size in ((m, q_size), (n, k_size)))
                 near = any(dense[batch % len(dense), head % dense.shape[1]][around].any() for head in group)
                 in_band = banded[batch][m * q_size : (m + 1) * q_size, n * k_size : (n + 1) * k_size].any()

@@ -231,7 +231,7 @@ def test_a_backward_plan_describes_its_launches():
     assert not plan.copies, "every stride is read as it is"
     before, products, after = backward.launches(plan)
     assert [blocks for _, _, blocks, _ in (before, products, after)] == [64 * q_tiles, 32 * kv_tiles, 64 * q_tiles]
-    assert [request.build.rpartition(".")[2] for request in backward.request(plan)] == ["rows:build_delta", "gradients:build", "rows:build_dq"]
+    assert [request.build.rpartition(".")[2] for request in backward.requests(plan)] == ["rows:build_delta", "gradients:build", "rows:build_dq"]
     values = [p.value for p in products[1] if isinstance(p, toolchain.Scalar)]
     assert values[1:4] == [plan.problem.scale, -100, 0], "factor of dk, first and last visible key of query 0"
     assert values[4:] == [q_tiles, kv_tiles, 32, 2, 10], "q tiles, k tiles, key/value heads, group, key/value heads that run together"
@@ -254,7 +254,7 @@ def test_the_workspace_holds_what_is_needed():
 
 def test_what_nobody_needs_is_not_launched():
     def builds(**options):
-        return [request.build.rpartition(":")[2] for request in backward.request(make_backward_plan(**options))]
+        return [request.build.rpartition(":")[2] for request in backward.requests(make_backward_plan(**options))]
 
     assert builds(needs="v") == ["build"]
     assert builds(needs="kv") == builds(needs="k") == ["build_delta", "build"]
@@ -376,8 +376,8 @@ def test_packed_sequences_are_no_option():
 
 def test_sinks_leave_the_products_as_they_are():
     plain, (before, products, after, dsinks) = (
-        backward.request(make_backward_plan()),
-        backward.request(make_backward_plan(needs=NEEDS, **OPTIONS["sinks"])),
+        backward.requests(make_backward_plan()),
+        backward.requests(make_backward_plan(needs=NEEDS, **OPTIONS["sinks"])),
     )
     assert plain == [before, products, after]
     assert dsinks.build.endswith("rows:build_dsinks")
@@ -524,7 +524,7 @@ def test_compiled_gradients(name):
     plan = BACKWARD_COMPILED[name]
     config = plan.config
     multiply = "DFMA" if config.compute == "float64" else "FFMA"
-    for request in backward.request(plan):
+    for request in backward.requests(plan):
         of_products = request.build.endswith("gradients:build")
         try:
             ptx = toolchain.compile_ptx(request)

@@ -160,7 +160,7 @@ def test_compiled_code(head_dim, options):
     assert not found["notes"]
     assert found["registers"] <= 168
     assert not found["spill_bytes"]
-    ptx = toolchain.compile_ptx(backward.request(plan)[1])
+    ptx = toolchain.compile_ptx(backward.requests(plan)[1])
     products = 5 if not options.get("causal") and "window" not in options else 10
     assert len(re.findall("wgmma.commit_group", ptx.text)) >= products
     assert "cp.async.bulk.tensor" in ptx.text
@@ -174,12 +174,12 @@ def test_only_what_is_needed_is_computed(head_dim, needs):
     whole, part = make_plan(head_dim), make_plan(head_dim, needs=needs)
 
     def products(plan):
-        text = toolchain.compile_ptx(backward.request(plan)[1]).text
+        text = toolchain.compile_ptx(backward.requests(plan)[1]).text
         return len(re.findall(r"wgmma\.mma_async", text))
 
     assert products(part) < products(whole)
     assert part.workspace_bytes < whole.workspace_bytes or "q" in needs
-    assert len(backward.request(part)) == 2 + ("q" in needs)
+    assert len(backward.requests(part)) == 2 + ("q" in needs)
     assert not backward.resources(part)["notes"]
 
 
@@ -207,7 +207,7 @@ from numbaflash import toolchain
 if "every" in sys.argv:
     sanitizer_cases.let_every_lane_arrive()
 for head_dim in (64, 256):
-    print(str(toolchain.compile_ptx(test_sm90_backward.backward.request(test_sm90_backward.make_plan(head_dim))[1])).count("@p mbarrier.arrive"))
+    print(str(toolchain.compile_ptx(test_sm90_backward.backward.requests(test_sm90_backward.make_plan(head_dim))[1])).count("@p mbarrier.arrive"))
 """
 
 

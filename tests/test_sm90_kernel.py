@@ -140,6 +140,8 @@ def test_heads_in_step_have_an_even_number_of_blocks_each():
         section = sections.choose_section(costs, columns, 132, 4 << 20, 36 << 20, 1.15, 4, in_step=True)
         assert 132 % (2 * section) == 0 or section == columns
         assert sections._longest_block(np.array(costs[::-1]), columns, 132, section) < 1.04 * sum(costs) * columns / 132
+    free, odd = (sections.choose_section(costs, columns, 33, 1, 36 << 20, 1.15, 4, in_step=given) for given in (False, True))
+    assert odd == free, "no section has an even number of 33 blocks"
 
 
 @pytest.mark.parametrize(("columns", "most", "section"), [(64, 9, 8), (16, 2, 2), (8, 1, 1), (7, 100, 7), (5, 0, 1), (1, 3, 1)])

@@ -893,6 +893,10 @@ BACKWARDS = (
     ("every option but dropout", 256, {"window": (100, 50), "deterministic": True}),
 )
 FORWARDS = (
+    ("softcap", 64, {"causal": True}),
+    ("softcap", 96, {"window": (100, 50)}),
+    ("softcap", 128, {"seqlen_k": 2048}),
+    ("softcap", 128, {"causal": True, "kv_heads": 2}),
     ("block mask", 64, {"causal": True}),
     ("block mask", 128, {}),
     ("block mask", 256, {"window": (100, 50)}),
@@ -917,7 +921,7 @@ def assert_compiles(request, parameters, grid, threads, shared_bytes, spills=0):
     ptx = toolchain.compile_ptx(request)
     check_launch(ptx, tuple(parameters), grid, threads, shared_bytes, MAX_SHARED)
     report = toolchain.ptxas_report(ptx, request.arch)
-    assert report.spill_stores <= spills and report.notes == (), (request, report)
+    assert report.spill_stores <= spills and report.spill_loads <= spills and report.notes == (), (request, report)
     assert spills or (report.stack_bytes, report.spill_stores, report.spill_loads) == (0, 0, 0), (request, report)
 
 
@@ -981,7 +985,7 @@ def test_producers_of_narrow_sequences_may_spill(bounds):
     """Of all its warps' registers those of the consumers are worth more: measured, in docs/performance.md."""
     for made in (packed_backward_plan(64, **bounds), backward_plan(64, **bounds, **PLANS["lengths"])):
         for launch in backward.launches(made):
-            assert_compiles(*launch, spills=128 if launch[0].build.endswith("kernel:build") else 0)
+            assert_compiles(*launch, spills=136 if launch[0].build.endswith("kernel:build") else 0)
 
 
 def test_gradients_of_sequences_have_a_tile_a_block():

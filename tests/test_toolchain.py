@@ -1508,9 +1508,9 @@ class FakeFamily:
     def plan(self, problem, layouts, device):
         return dispatch.Plan("simt", problem, device, layouts)
 
-    def request(self, plan):
+    def requests(self, plan):
         factor = 2 * plan.problem.head_dim + (plan.problem.right is not None)
-        return request_of(self.build, ScaleConfig(factor) if self.build is build_scale else factor)
+        return [request_of(self.build, ScaleConfig(factor) if self.build is build_scale else factor)]
 
 
 @pytest.fixture
@@ -1586,9 +1586,31 @@ def test_warmup_builds_what_a_call_asks_for(monkeypatch, given, described, direc
                 wanted = [call.plan_backward_call(problem, facts, needs, False, HOPPER_DEVICE)]
         package = dispatch.family(family, direction)
         assert [plan.family for plan in warmed] == [family] * len(wanted)
-        assert list(map(package.request, warmed)) == list(map(package.request, wanted))
+        assert list(map(package.requests, warmed)) == list(map(package.requests, wanted))
         assert [(plan.config, plan.grid, plan.workspace_bytes) for plan in warmed] == [(p.config, p.grid, p.workspace_bytes) for p in wanted]
         warmed.clear()
+
+
+@pytest.mark.parametrize("family", ["sm90", "simt"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("options", [{}, {"mask": True}, {"mask": True, "lengths": True}, {"packed": True, "sinks": True}], ids=str)
+def test_what_is_requested_is_what_is_prepared(monkeypatch, family, direction, options):
+    """All of it: lists of blocks, tickets and passes too."""
+    prepared = []
+    monkeypatch.setattr(toolchain, "prepare", lambda wanted, *rest, **more: prepared.append(wanted) or (lambda addresses, stream: None))
+    described = {"mask": ((2, 4, 64, 96), "bool")} if "mask" in options else {}
+    described |= {"sinks": ((4,), "float32")} if "sinks" in options else {}
+    described |= {f"seqlens_{side}": ((2,), "int32") for side in "qk"} if "lengths" in options else {}
+    described |= {f"cu_seqlens_{side}": ((3,), "int32") for side in "qk"} if "packed" in options else {}
+    rows, keys = ((64,), (96,)) if "packed" in options else ((2, 64), (2, 96))
+    make = make_packed_problem if "packed" in options else make_problem
+    problem = make((*rows, 4, 64), (*keys, 2, 64), (*keys, 2, 64), ("float16",) * 3, causal=True, **described)
+    with dispatch.use_family(family):
+        plan = warming._plan(problem, HOPPER_DEVICE, direction)
+    package = dispatch.family(family, direction)
+    package.prepare(plan)
+    assert sorted(map(str, prepared)) == sorted(map(str, package.requests(plan)))
+    assert len(prepared) >= 1 + (bool(options) and family == "sm90")
 
 
 def test_warmup_of_packed_sequences_alone_and_beside_others(monkeypatch):
@@ -1623,7 +1645,7 @@ def test_warmup_of_a_family_without_requests(monkeypatch):
     prepared = []
 
     class Simple(FakeFamily):
-        request = property(lambda self: (_ for _ in ()).throw(AttributeError("request")))
+        requests = property(lambda self: (_ for _ in ()).throw(AttributeError("requests")))
 
         def prepare(self, plan):
             prepared.append(plan)

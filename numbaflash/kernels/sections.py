@@ -48,7 +48,8 @@ def choose_section(
     tries = max(1, min(widest, MOST_SIMULATED // (q_blocks * columns)))
     candidates = {round(1 + i * (widest - 1) / max(1, tries - 1)) for i in range(tries)} | {columns}
     if in_step and columns > blocks // _FEW_HEADS:
-        candidates = {section for section in range(1, widest + 1) if blocks % (2 * section) == 0} | {columns}
+        alike = {section for section in range(1, widest + 1) if blocks % (2 * section) == 0}
+        candidates = alike | {columns} if alike else candidates
     if q_blocks * columns > MOST_SIMULATED:  # so many tiles balance anyway
         return fitting_section(columns, column_bytes, l2_bytes)
 

@@ -241,7 +241,7 @@ def _plan(problem, on, direction="forward", with_lse=True, deterministic=False, 
 
 
 def warm_plans(plans: Iterable[Plan], *, workers: int | None = None, load: bool = True) -> WarmupReport:
-    """Build and load what plans need. Kernels that are not requested are built here, by the family's ``build_kernels`` or else ``prepare``."""
+    """Build and load what plans need. Kernels that nobody requests are built here, by the family's ``build_kernels`` or else ``prepare``."""
     start = time.perf_counter()
     wanted: dict[KernelRequest, Plan] = {}
     here: dict[str, bool] = {}  # what was built without a request, and whether it was there already
@@ -249,7 +249,7 @@ def warm_plans(plans: Iterable[Plan], *, workers: int | None = None, load: bool 
     for plan in plans:
         count += 1
         family = dispatch.family(plan.family, plan.direction)
-        if plan.device.kind == "cpu" or not hasattr(family, "request"):
+        if plan.device.kind == "cpu" or not hasattr(family, "requests"):
             label = _describe(plan)
             try:
                 if plan.device.kind == "cuda" and not load:
@@ -262,8 +262,7 @@ def warm_plans(plans: Iterable[Plan], *, workers: int | None = None, load: bool 
             except Exception as error:
                 failed[label] = f"{type(error).__name__}: {error}"
             continue
-        requests = family.request(plan)
-        for request in (requests,) if isinstance(requests, KernelRequest) else requests:
+        for request in family.requests(plan):
             wanted.setdefault(request, plan)
             loads.setdefault((request, plan.device.index), None)
     report = build_all(wanted, workers=workers)

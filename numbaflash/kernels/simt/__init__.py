@@ -74,8 +74,18 @@ class Launches:
 
 
 def request(plan: Plan) -> toolchain.KernelRequest:
-    """The kernel that a plan needs."""
+    """The main kernel that a plan needs."""
     return toolchain.KernelRequest(_BUILD, plan.config, plan.device.capability)
+
+
+def requests(plan: Plan) -> list[toolchain.KernelRequest]:
+    """All kernels that a plan needs."""
+    return [*requests_of_lists(lists_of(plan.problem, plan.config), plan), request(plan)]
+
+
+def requests_of_lists(lists: Lists | None, plan: Plan) -> list[toolchain.KernelRequest]:
+    """Kernels that make lists."""
+    return [wanted for wanted, *_ in lists.launches(plan.layouts, plan.device.capability, False)] if lists else []
 
 
 def prepare(plan: Plan) -> Launch:

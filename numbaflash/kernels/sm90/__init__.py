@@ -36,6 +36,7 @@ _ARCH = (9, 0, "a")
 _L2_BYTES = 36 * 2**20  # of the H200's 60 MB, what keys and values of the heads in flight may take
 _SLOWER_PAST_L2 = 1.08  # measured on an H200, causal
 _TILE_COST = 1.0  # start and end of a tile, in KV blocks
+_MOST_TICKETS_PAST_THE_LAST = 2**12  # each block draws one
 _TINY_SCALE = 2.0**-100  # in place of 0, whose product with a masked score of -inf would be NaN
 
 
@@ -54,7 +55,7 @@ def supports(problem: Problem, device: Device, features: frozenset[str] = FEATUR
         reasons.append("there is no sequence, or no key, and a tensor map cannot be empty")
     if not problem.packed and not trim_keys(problem)[0].seqlen_k:
         reasons.append("no query sees a key, and a tensor map cannot be empty")
-    if problem.packed and problem.heads * (max(problem.total_q, problem.total_k) // 64 + problem.batch + 2) >= 2**31:
+    if problem.packed and problem.heads * (max(problem.total_q, problem.total_k) // 64 + problem.batch + 2) >= 2**31 - _MOST_TICKETS_PAST_THE_LAST:
         reasons.append("it counts tiles in 32 bits, and there may be more")
     if problem.rows_q * problem.heads >= 2**31 * 64:
         reasons.append("it counts q tiles in 32 bits, and there are more")
@@ -106,6 +107,11 @@ def request(plan: Plan) -> toolchain.KernelRequest:
     return toolchain.KernelRequest(_BUILD, plan.config, _ARCH)
 
 
+def requests(plan: Plan) -> list[toolchain.KernelRequest]:
+    """All kernels that a plan needs."""
+    return [wanted for wanted, *_ in launches(plan)]
+
+
 def launches(plan: Plan) -> list[tuple[toolchain.KernelRequest, list, tuple, int, int]]:
     """Kernels of a plan in their order, each with its parameters, grid, threads and bytes of shared memory."""
     lists = lists_of(plan.problem, plan.config)
@@ -145,7 +151,7 @@ def prepare(plan: Plan) -> Launch:
 
 def resources(plan: Plan) -> dict[str, Any]:
     """What ptxas says about the kernel of a plan, and the spills of all; builds them if need be."""
-    *others, main = (wanted for wanted, *_ in launches(plan))
+    *others, main = requests(plan)
     return toolchain.kernel_report(main, *others)
 
 

@@ -94,9 +94,14 @@ class _Workspace:
         return toolchain.Array("workspace", dtype, shape, contiguous_strides(shape, itemsize), offset if wanted else 0)
 
 
-def request(plan: Plan) -> list[toolchain.KernelRequest]:
-    """The kernels that a plan needs."""
-    return [wanted for wanted, *_ in launches(plan)]
+def requests(plan: Plan) -> list[toolchain.KernelRequest]:
+    """All kernels that a plan needs."""
+    return [*simt.requests_of_lists(_lists_of(plan), plan), *(wanted for wanted, *_ in launches(plan))]
+
+
+def _lists_of(plan):
+    """The lists of blocks that tiles step through, where there are a mask and products."""
+    return _Workspace(plan.problem, plan.config).lists if plan.grid[0] and plan.config.with_products else None
 
 
 def launches(plan: Plan) -> list[tuple[toolchain.KernelRequest, list, int, int]]:
@@ -173,17 +178,16 @@ def prepare(plan: Plan) -> Launch:
     """Build (or fetch) and load the kernels of a plan."""
     make = simulator.prepare if plan.device.kind == "cpu" else toolchain.prepare
     names = operands(plan.problem, "backward")
-    lists = _Workspace(plan.problem, plan.config).lists if plan.grid[0] and plan.config.with_products else None
     main = [
         make(wanted, parameters, grid=(blocks,), threads=plan.threads, shared_bytes=shared_bytes, device=plan.device, operands=names)
         for wanted, parameters, blocks, shared_bytes in launches(plan)
     ]
-    return simt.Launches([*simt.prepare_lists(lists, plan, make), *main])
+    return simt.Launches([*simt.prepare_lists(_lists_of(plan), plan, make), *main])
 
 
 def resources(plan: Plan) -> dict[str, Any]:
     """What ptxas says about the kernel of the products, and the spills of all; builds them if need be."""
     if plan.device.kind == "cpu":
         return {"simulator": "no machine code"}
-    wanted = sorted(request(plan), key=lambda each: each.build != _BUILD + "gradients:build")
+    wanted = sorted((each for each, *_ in launches(plan)), key=lambda each: each.build != _BUILD + "gradients:build")
     return toolchain.kernel_report(*wanted) if wanted else {}

@@ -124,7 +124,7 @@ class _Workspace:
         return offset
 
 
-def request(plan: Plan) -> list[toolchain.KernelRequest]:
+def requests(plan: Plan) -> list[toolchain.KernelRequest]:
     """The kernels that a plan needs."""
     return [wanted for wanted, *_ in launches(plan)]
 
@@ -339,5 +339,5 @@ def prepare(plan: Plan) -> Launch:
 
 def resources(plan: Plan) -> dict[str, Any]:
     """What ptxas says about the main kernel of a plan, and the spills of all; builds them if need be."""
-    main, *others = sorted(request(plan), key=lambda each: each.build != _BUILD + "kernel:build")
+    main, *others = sorted(requests(plan), key=lambda each: each.build != _BUILD + "kernel:build")
     return toolchain.kernel_report(main, *others)
