@@ -1,8 +1,9 @@
-"""The operations of straight-line bodies in Numba's CUDA simulator, on NumPy scalars."""
+"""The operations of straight-line bodies in Numba's CUDA simulator, on NumPy scalars; it has threads but no warps."""
 
 from __future__ import annotations
 
 import ctypes
+import threading
 
 import numpy as np
 from numba.cuda import types
@@ -93,9 +94,14 @@ class SimulatorOps:
 
     @staticmethod
     def exchange(values, mask):
-        from .simulated import exchange
-
-        return exchange(values, mask)
+        """A barrier of the whole block, so all its threads must take part, as all lanes of a warp must on the GPU."""
+        thread = threading.current_thread()
+        slots = thread._manager.__dict__.setdefault("exchange_slots", {})
+        slots[thread.thread_id] = values
+        thread.syncthreads()
+        received = slots[thread.thread_id ^ mask]
+        thread.syncthreads()
+        return received
 
     @staticmethod
     def load(memory, index, step, count):
@@ -201,3 +207,7 @@ def simulated(argtypes, body):
             return body(SimulatorOps, *values)
 
     return function
+
+
+def nothing():
+    """What the simulator does where the GPU has to wait for what is not instantaneous there."""
