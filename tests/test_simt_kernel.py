@@ -535,7 +535,8 @@ def test_compiled_gradients(name):
         packed_rows = 16 if config.options.packed else 0  # addresses of a sequence's rows: once a tile
         assert max(report.spill_stores, report.spill_loads) <= packed_rows
         assert not report.notes
-        assert report.registers * plan.threads * request.config.min_blocks <= 65536
+        if ".simt." in request.build:  # not what makes lists of blocks
+            assert report.registers * plan.threads * request.config.min_blocks <= 65536
         if not of_products:
             continue
         wanted = {"scores": config.scores.rows * config.scores.columns * config.step}

@@ -985,7 +985,7 @@ def test_producers_of_narrow_sequences_may_spill(bounds):
     """Of all its warps' registers those of the consumers are worth more: measured, in docs/performance.md."""
     for made in (packed_backward_plan(64, **bounds), backward_plan(64, **bounds, **PLANS["lengths"])):
         for launch in backward.launches(made):
-            assert_compiles(*launch, spills=136 if launch[0].build.endswith("kernel:build") else 0)
+            assert_compiles(*launch, spills=144 if launch[0].build.endswith("kernel:build") else 0)
 
 
 def test_gradients_of_sequences_have_a_tile_a_block():
