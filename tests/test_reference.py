@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from numbaflash import reference
+from numbaflash.problem import make_problem
 from numbaflash.testing import RECIPES, BackwardCase, Case, arithmetic, backward_problems, expected, expected_gradients, problems
 from numbaflash.testing.strategies import FEATURES
 
@@ -614,3 +615,20 @@ def test_a_nan_that_is_seen_stays_out_of_what_is_hidden():
     arrays["q"][0, 1, 0, 2], options["sinks"] = 1.0, np.array([np.nan])
     out, lse = reference.forward(case.problem, **arrays, **options)
     assert np.isnan(out[0, :3]).all() and np.isnan(lse[0, 0, :3]).all() and not out[0, 3].any() and lse[0, 0, 3] == -np.inf
+
+
+def test_gradients_of_an_out_that_is_rounded_near_zero():
+    """Dropout drops all but a weight of 1e-6, so that out is below the normal numbers of float16: rounding it alone is within the tolerance."""
+    rng = np.random.default_rng(1)
+    v, dout = (rng.standard_normal(shape).astype(np.float16).astype(np.float64) for shape in ((1, 2, 1, 154), (1, 1, 1, 154)))
+    q, k = np.full((1, 1, 1, 8), 0.0), np.zeros((1, 2, 1, 8))
+    q[..., 0], k[0, 0, 0, 0] = 13.6, 1.0
+    problem = make_problem(q.shape, k.shape, v.shape, ("float16",) * 3, scale=1.0, dropout=0.5)
+    seed, keep = next((n, kept) for n in range(100) if (kept := reference.kept(problem, 0, 0, n, slice(0, 1))[0])[0] == 0 < kept[1])
+    known = expected_gradients(problem, dout, q, k, v, seed=seed)
+    weights = np.exp([0.0, -13.6]) / np.exp([0.0, -13.6]).sum()
+    out = (weights * keep @ v[0, :, 0]).astype(np.float16).astype(np.float64)
+    assert 0 < abs(out).max() < 2**-14
+    scores = weights * (keep * (v[0, :, 0] @ dout[0, 0, 0]) - dout[0, 0, 0] @ out)
+    error = abs(scores @ k[0, :, 0] - known.dq[0, 0, 0])[0] / known.dq_tolerance[0, 0, 0, 0]
+    assert 0.01 < error < 0.5

@@ -39,7 +39,8 @@ step                                  error
 weight :math:`p_{ij}`                 relative, :math:`e^r - 1` with ``r = (D + 8) eps`` :math:`Q_{ij}` ``+ 84 eps + 2 eps |lse|``; and ``tiny``
 :math:`d_i v_j`                       ``(Dv + 8) eps`` :math:`\sum_d |d_{id} v_{jd}|`
 :math:`\delta_i`                      ``(Dv + 8) eps A + min(u A, 4 u`` :math:`\sqrt{\sum_d d_{id}^2 o_{id}^2}` ``)``, as ``out`` came
-                                      rounded, with :math:`A = \sum_d |d_{id} o_{id}|`; and ``2 eps |dlse|``
+                                      rounded, with :math:`A = \sum_d |d_{id} o_{id}|`; ``2 eps |dlse|``; and, for out near zero,
+                                      ``tiny min(`` :math:`\sum_d |d_{id}|` ``, 4`` :math:`\sqrt{\sum_d d_{id}^2}` ``)``
 :math:`S_{ij}`                        those three, and ``3 eps |S|``; and ``tiny (1 + |g|)``
 ``dq`` :math:`= scale \sum_j S k_j`   that of S; sums over keys, S in 16 bits and the result as in the table above, with S in the place of p
 ``dk`` :math:`= scale \sum_i S q_i`   likewise, over the queries of all heads of the group

@@ -305,7 +305,8 @@ def _gradient_rows(xp, problem, dout, q, k, v, dlse, chunk):
     delta_error = (problem.head_dim_v + 8) * eps * size + xp.minimum(
         precision.unit * size, 4 * precision.unit * xp.sqrt(xp.sum(products * products, -1))
     )
-    delta_error = delta_error + 2 * eps * abs(dlse)
+    lengths = xp.minimum(xp.sum(abs(dout), -1), 4 * xp.sqrt(xp.sum(dout * dout, -1)))
+    delta_error = delta_error + 2 * eps * abs(dlse) + precision.tiny * lengths
     dp_error = (problem.head_dim_v + 8) * eps * (abs(dout) @ abs(vt))
     dp_error = dp_error + precision.tiny * (xp.sum(abs(dout), -1)[..., None] + xp.sum(abs(vt), -2)[..., None, :] + 2)
     dp_error = chunk.kept(dp_error)
