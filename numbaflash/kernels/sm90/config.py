@@ -169,11 +169,11 @@ class SharedMemory:
         out = 0 if config.out_in_q else after
         barriers = after if config.out_in_q else after + config.consumers * out_bytes
         scratch = barriers + 8 * (2 * config.q_stages * config.consumers + (4 + config.inspected) * config.stages)
-        places = scratch + 16  # and the barriers of that ring
-        places_bytes = -(-places // 16) * 16 - places + TILES_POSTED * (PLACE_BYTES + 16) if config.options.packed else 0
+        places = -(-(scratch + 16) // 16) * 16  # and the barriers of that ring
+        end = places + TILES_POSTED * (PLACE_BYTES + 16) if config.options.packed else scratch + 16
         return cls(
             qk_panels, v_panels, out_panels, rows_panel, kv_panel, q_bytes, q_stride, out_stride, k_bytes, v_bytes,
-            q=0, k=k, v=v, out=out, barriers=barriers, scratch=scratch, places=-(-places // 16) * 16, total=places + places_bytes + ALIGNMENT,
+            q=0, k=k, v=v, out=out, barriers=barriers, scratch=scratch, places=places, total=end + ALIGNMENT,
         )  # fmt: skip
 
 
