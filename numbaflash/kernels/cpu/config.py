@@ -31,7 +31,7 @@ class Kernel:
     Attributes
     ----------
     form : str
-        "panels": a query a lane (`forward`); "rows": few queries, the head dim in the lanes (`decode`).
+        "panels": a query a lane (`forward`); "rows": few queries, the head dim in the lanes (`rows`).
     dtype : str
         Of the arrays.
     lanes : int
@@ -90,6 +90,8 @@ class CpuConfig:
         Parts into which the keys of a work item are split, each a work item of its own; they are merged after.
     threads : int
         Threads that the launch is worth.
+    num_splits : int or None
+        Parts that the caller asked for.
     """
 
     kernel: Kernel
@@ -97,9 +99,10 @@ class CpuConfig:
     kv_tile: int
     splits: int = 1
     threads: int = 1
+    num_splits: int | None = None
 
 
-def choose(problem: Problem, threads: int) -> CpuConfig:
+def choose(problem: Problem, threads: int, num_splits: int | None = None) -> CpuConfig:
     """Kernel and tiles for a problem.
 
     Parameters
@@ -107,17 +110,21 @@ def choose(problem: Problem, threads: int) -> CpuConfig:
     problem : Problem
     threads : int
         Threads that may be used.
+    num_splits : int, optional
+        Parts that the keys are to be split into.
     """
     rows = problem.seqlen_q * problem.group
-    kernel = with_options(choose_kernel(problem.dtype, rows), problem)
+    kernel = with_options(choose_kernel(problem.dtype, 1 if problem.paged else rows), problem)
     threads = useful_threads(problem, kernel, threads)
     heads = problem.batch * problem.kv_heads
     q_tile = choose_q_tile(problem, kernel, rows, heads, threads)
     items = max(1, heads * -(-rows // q_tile))
     splits = 1
-    if items < threads:  # parts of at least PART_KEYS keys
+    if num_splits is not None:
+        splits = max(1, min(num_splits, -(-problem.seqlen_k // KV_TILE)))  # more would be empty
+    elif items < threads:  # parts of at least PART_KEYS keys
         splits = max(1, min(-(-threads // items), problem.seqlen_k // PART_KEYS))
-    return CpuConfig(kernel, q_tile, KV_TILE, splits, min(threads, items * splits))
+    return CpuConfig(kernel, q_tile, KV_TILE, splits, min(threads, items * splits), num_splits)
 
 
 def choose_q_tile(problem, kernel, rows, heads, threads) -> int:
