@@ -14,3 +14,8 @@ commit = simulated.nothing if SIMULATED else instruction("cp.async.commit_group;
 
 wait = simulated.nothing if SIMULATED else instruction("cp.async.wait_group 0;", VOID)
 """Wait until all copies that this thread has started are over."""
+
+
+def wait_but(groups):
+    """Wait until all but the last so many groups of this thread are over."""
+    return instruction(f"cp.async.wait_group {groups};", VOID)

@@ -76,7 +76,7 @@ def make_intrinsic(result, argtypes, generate):
     return intrinsic(scope["stub"])
 
 
-def instruction(text, result, *argtypes, pure=False):
+def instruction(text, result, *argtypes, pure=False, early=False):
     """An intrinsic of one PTX instruction, or a small block, over scalars.
 
     Parameters
@@ -86,8 +86,10 @@ def instruction(text, result, *argtypes, pure=False):
     result, *argtypes : numba types
     pure : bool
         Without side effects: may be moved, merged or dropped. Otherwise it is ordered with memory accesses.
+    early : bool
+        The result is written before the arguments have all been read.
     """
-    constraints = [] if result is VOID else ["=" + _REGISTER[result]]
+    constraints = [] if result is VOID else [("=&" if early else "=") + _REGISTER[result]]
     constraints += [_REGISTER[t] for t in argtypes]
     constraints += [] if pure else ["~{memory}"]
     llvm_result = ir.VoidType() if result is VOID else _LLVM[result]

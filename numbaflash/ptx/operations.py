@@ -443,6 +443,48 @@ class GpuOps:
         text = f"{{.reg .pred p; setp.gt.s32 p, $2, {bound}; mov.{move} $0, {zero}; @p {load}}}"
         return Register(self.builder, emit(self.builder, result, [address.value, count.value], text, f"=&{register},l,r"))
 
+    def copy_16(self, shared, address, valid, writes=None):
+        """Start cp.async of 16 bytes from an address (int64) of global memory to one (int32) of shared memory; zeros, and no access, unless valid;
+        nothing unless it ``writes``."""
+        read = self.builder.select(valid.value, ir.Constant(llvm_i32, 16), ir.Constant(llvm_i32, 0))
+        text, args = "cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;", [shared.value, address.value, read]
+        if writes is not None:
+            text = f"{{.reg .pred p; setp.ne.b32 p, $3, 0; @p {text}}}"
+            args.append(self.builder.zext(writes.value, llvm_i32))
+        emit(self.builder, ir.VoidType(), args, text, ",".join(["r", "l", *["r"] * (len(args) - 2), "~{memory}"]))
+
+    def floats_at(self, space, address, step, count, valid=None):
+        """1, 2 or 4 float32 from ``step`` (a constant) bytes after an address on, of "shared" (int32) or "global" (int64) memory; 0, and no access, unless
+        valid."""
+        results = [f"${i}" for i in range(count)]
+        vector, names = (f".v{count}", f"{{{', '.join(results)}}}") if count > 1 else ("", results[0])
+        load, kind = f"ld.{space}{vector}.f32 {names}, [${count}+{step}];", "r" if space == "shared" else "l"
+        args, inputs = [address.value], kind
+        if valid is not None:
+            zeros = "".join(f"mov.f32 {x}, 0f00000000;" for x in results)
+            load, inputs = f"{{.reg .pred p; setp.ne.b32 p, ${count + 1}, 0; {zeros} @p {load}}}", f"{kind},r"
+            args.append(self.builder.zext(valid.value, llvm_i32))
+        result = llvm_f32 if count == 1 else ir.LiteralStructType([llvm_f32] * count)
+        found = emit(self.builder, result, args, load, ",".join(["=&f"] * count + [inputs, "~{memory}"]))
+        return [Register(self.builder, x) for x in ([found] if count == 1 else [self.builder.extract_value(found, i) for i in range(count)])]
+
+    def put_floats(self, space, address, step, values, valid=None):
+        """Store 1, 2 or 4 float32 likewise, if valid."""
+        count = len(values)
+        names = ", ".join(f"${1 + i}" for i in range(count))
+        vector, names = (f".v{count}", f"{{{names}}}") if count > 1 else ("", names)
+        text, inputs = f"st.{space}{vector}.f32 [$0+{step}], {names};", ["r" if space == "shared" else "l", *["f"] * count]
+        args = [address.value, *(x.value for x in values)]
+        if valid is not None:
+            text = f"{{.reg .pred p; setp.ne.b32 p, ${count + 1}, 0; @p {text}}}"
+            inputs.append("r")
+            args.append(self.builder.zext(valid.value, llvm_i32))
+        emit(self.builder, ir.VoidType(), args, text, ",".join([*inputs, "~{memory}"]))
+
+    def two_16bit(self, element, low, high):
+        """An int32 of two float32 rounded to "f16" or "bf16"."""
+        return self._pure(llvm_i32, f"cvt.rn.{element}x2.f32 $0, $1, $2;", "=r,f,f", high, low)
+
     def pair(self, dtype, word):
         """The float32 values of the lower and the upper half of an int32 that holds two float16 or bfloat16."""
         if dtype == "float16":

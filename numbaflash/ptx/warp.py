@@ -13,6 +13,22 @@ elect = instruction("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 $0, 1, 
 ballot = instruction("{.reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff;}", I32, I32)
 """``ballot(number)``: the lanes of the warp whose number is not 0, a bit each."""
 
+total = instruction("redux.sync.add.s32 $0, $1, 0xffffffff;", I32, I32)
+"""``total(number)``: the sum over the warp."""
+
+running_total = instruction(
+    "{.reg .pred p; .reg .b32 t; mov.b32 $0, $1;"
+    + "".join(f"shfl.sync.up.b32 t|p, $0, {lanes}, 0, 0xffffffff; @p add.s32 $0, $0, t;" for lanes in (1, 2, 4, 8, 16))
+    + "}",
+    I32,
+    I32,
+    early=True,
+)
+"""``running_total(number)``: the sum over the lanes up to this one."""
+
+first_lane = instruction("{.reg .b32 t; brev.b32 t, $1; bfind.shiftamt.u32 $0, t;}", I32, I32, pure=True)
+"""``first_lane(ballot)``: the lowest bit that is set."""
+
 sync = instruction("bar.warp.sync 0xffffffff;", VOID)
 """Wait for the other lanes of the warp, and see what they have written."""
 

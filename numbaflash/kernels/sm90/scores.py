@@ -385,20 +385,23 @@ class Scores:
         last one that a query of it may see."""
 
         def body(ops, batch, bounds, options):
-            named = self._named(options)
-            seqlen_q, seqlen_k, offset, *window = bounds
-            length_q = length_of(ops, self.options, named, "seqlens_q", batch, seqlen_q)
-            length_k = length_of(
-                ops, self.options, named, "seqlens_k", batch, seqlen_k
-            )  # no key is cut off before the first one where there are lengths
-            if self.options.per_entry:
-                offset = length_k - length_q
-            end = length_k
-            if right:
-                end = ops.maximum(ops.minimum(end, length_q + offset + window[1]), ops.integer(0))
-            return [length_q, end, offset, *window]
+            return self.own_bounds(ops, batch, bounds, options, right)
 
         return straight_line(BOUNDS, (I32, BOUNDS, self._given), body)
+
+    def own_bounds(self, ops, batch, bounds, options, right: bool):
+        """Straight-line `bounds_of_entry`."""
+        named = self._named(options)
+        seqlen_q, seqlen_k, offset, *window = bounds
+        length_q = length_of(ops, self.options, named, "seqlens_q", batch, seqlen_q)
+        # No key is cut off before the first one where there are lengths.
+        length_k = length_of(ops, self.options, named, "seqlens_k", batch, seqlen_k)
+        if self.options.per_entry:
+            offset = length_k - length_q
+        end = length_k
+        if right:
+            end = ops.maximum(ops.minimum(end, length_q + offset + window[1]), ops.integer(0))
+        return [length_q, end, offset, *window]
 
     def seen_keys(self, left: bool):
         """``f(block, bounds) -> (first, end)``: of a block, the keys that some query of a batch entry may see as far as lengths and band go."""

@@ -1,0 +1,202 @@
+"""What is compiled into the decode kernels, chosen by pure functions of the problem, and where things lie in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ....dispatch import Layouts
+from ....problem import Problem
+from ....ptx.mma import pitch
+from ..config import ELEMENTS
+from ..options import Options
+
+Q_TILE = 16
+"""Rows that a warp multiplies at once."""
+
+LANES = 32
+FOUND_BYTES = 16
+"""Of what a block tells `merging` about the sequence that it has begun and not ended: `schedule.Shares.found`."""
+
+MERGE_WARPS = 8
+MERGE_TILES = 4
+"""Tiles of 8 columns that a block merges."""
+PARTS_AHEAD = 4
+"""Partial results that a warp has on their way when it merges."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """Everything that is compiled into the kernels that decode.
+
+    Attributes
+    ----------
+    element : str
+        PTX element type, "f16" or "bf16".
+    head_dim, head_dim_v : int
+    group : int
+        Query heads of a key/value head; row r of its tile is query ``r // group``.
+    rows : int
+        Rows of a tile that may hold a query: 8 or 16.
+    keys : int
+        Keys of a warp's step, a multiple of 16.
+    warps : int
+        Of a block; they take turns at the steps.
+    stages : int
+        Steps of a warp that are in flight, or in use.
+    blocks : int
+        Blocks that a multiprocessor is to hold.
+    shared_keys : bool
+        The warps of a block share keys and each has a part of the output's columns, for head dims whose output no warp could hold.
+    shared_q : bool
+        Queries stay in shared memory, where registers are short.
+    left, right : bool
+        Whether the band is bounded there.
+    page_size : int
+        Keys of a page; 0 for contiguous caches.
+    balanced : bool
+        Each block takes an equal share of all keys of the batch. Otherwise each sequence is cut into the same number of parts.
+    negative_scale : bool
+        Scores are negated, so that their maximum is the scaled maximum.
+    options : Options
+        What there is beside q, k, v and the band.
+    """
+
+    element: str
+    head_dim: int
+    head_dim_v: int
+    group: int
+    rows: int = Q_TILE
+    keys: int = 16
+    warps: int = 4
+    stages: int = 3
+    blocks: int = 2
+    shared_keys: bool = False
+    shared_q: bool = False
+    left: bool = False
+    right: bool = False
+    page_size: int = 0
+    balanced: bool = True
+    negative_scale: bool = False
+    options: Options = Options()
+
+    @property
+    def threads(self) -> int:
+        return LANES * self.warps
+
+    @property
+    def depth(self) -> int:
+        """Columns of q and k in memory: mma steps through them by 16."""
+        return -(-self.head_dim // 16) * 16
+
+    @property
+    def columns(self) -> int:
+        """Columns of v in memory."""
+        return -(-self.head_dim_v // 16) * 16
+
+    @property
+    def warp_columns(self) -> int:
+        """Columns of the output that a warp accumulates."""
+        return -(-self.columns // (16 * self.warps)) * 16 if self.shared_keys else self.columns
+
+    @property
+    def tile(self) -> int:
+        """Keys that the warps of a block step through together: what shares of the work are counted in."""
+        return self.keys if self.shared_keys else self.keys * self.warps
+
+    @property
+    def share_tiles(self) -> int:
+        """Of the tiles of 8 columns that the output has, those that a warp merges and writes."""
+        return self.warp_columns // 8 if self.shared_keys else -(-self.columns // (8 * self.warps))
+
+    @property
+    def kept(self) -> int:
+        """Elements of a tile of 8 columns that a thread keeps: those of rows that may hold a query."""
+        return 4 if self.rows > 8 else 2
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """Where things lie in a block's shared memory: offsets and sizes in bytes. Partial results take the place of keys and values."""
+
+    k_pitch: int
+    v_pitch: int
+    v: int
+    stage_bytes: int
+    tile_bytes: int
+    results_bytes: int
+    q: int
+    statistics: int
+    total: int
+
+    @classmethod
+    def of(cls, config: DecodeConfig) -> SharedMemory:
+        k_pitch, v_pitch = pitch(config.depth), pitch(config.columns)
+        v = config.keys * k_pitch
+        stage_bytes = v + config.keys * v_pitch
+        tile_bytes = LANES * 4 * config.kept
+        results_bytes = config.share_tiles * config.warps * tile_bytes
+        rings = 1 if config.shared_keys else config.warps
+        ring = max(rings * config.stages * stage_bytes, 0 if config.shared_keys else config.warps * results_bytes)
+        q_bytes = Q_TILE * k_pitch if config.shared_q else 0
+        statistics = ring + q_bytes
+        return cls(
+            k_pitch, v_pitch, v, stage_bytes, tile_bytes, results_bytes,
+            q=ring, statistics=statistics, total=statistics + config.warps * LANES * 16 + 1024,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Where partial results lie in global memory: offsets and sizes in bytes. Each is the columns of a warp's share after the other, in the order of
+    lanes, then m and l."""
+
+    slots: int
+    slot_bytes: int
+    statistics: int
+    total: int
+
+    @classmethod
+    def of(cls, config: DecodeConfig, blocks: int, items: int, splits: int) -> Workspace:
+        """Of a launch of so many blocks, for so many tiles of queries of so many parts."""
+        statistics = config.share_tiles * config.warps * LANES * 4 * config.kept
+        slot_bytes = statistics + LANES * 16
+        head = blocks * FOUND_BYTES if config.balanced else 0
+        slots = 2 * blocks if config.balanced else items * splits if splits > 1 else 0
+        return cls(head, slot_bytes, statistics, head + slots * slot_bytes)
+
+
+def merge_shares_of(config: DecodeConfig) -> int:
+    """Blocks that merge an item."""
+    return -(-config.columns // (8 * MERGE_TILES))
+
+
+def row_tiles(problem: Problem) -> int:
+    """Tiles of queries of a key/value head."""
+    return -(-problem.seqlen_q * problem.group // Q_TILE)
+
+
+def decode_config(problem: Problem, layouts: Layouts | None = None, num_splits: int | None = None) -> DecodeConfig:
+    """The tuning choice for a problem, measured on an H200 (docs/performance.md)."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    sizes = {"keys": 16, "stages": 3, "blocks": 2}
+    if widest <= 64:
+        sizes = {"keys": 32, "stages": 3, "blocks": 2}
+    elif widest > 256:
+        sizes = {"keys": 16, "stages": 4, "blocks": 1, "shared_keys": True, "shared_q": True}
+    elif widest > 160:
+        sizes = {"keys": 16, "stages": 3, "blocks": 1, "shared_q": True}
+    options = Options.of(problem, layouts, problem.group)
+    return DecodeConfig(
+        element=ELEMENTS[problem.dtype],
+        head_dim=problem.head_dim,
+        head_dim_v=problem.head_dim_v,
+        group=problem.group,
+        rows=8 if problem.seqlen_q * problem.group <= 8 else Q_TILE,
+        left=problem.left is not None,
+        right=problem.right is not None,
+        page_size=problem.page_size,
+        balanced=num_splits is None,
+        negative_scale=problem.scale < 0 and options.unit == "scale",
+        options=options,
+        **sizes,
+    )
