@@ -186,6 +186,8 @@ class Plan:
     workspace_bytes : int
         Memory that the caller's library allocates for the call, 256-byte aligned, of any contents: for the backward, for parts of the keys in
         decoding, and where there is a mask.
+    num_splits : int or None
+        Decoding only: parts into which the caller wants the keys of a sequence to be split.
     """
 
     family: str
@@ -201,6 +203,7 @@ class Plan:
     direction: str = "forward"
     deterministic: bool = False
     workspace_bytes: int = 0
+    num_splits: int | None = None
 
 
 class Launch(Protocol):

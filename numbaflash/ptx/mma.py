@@ -30,7 +30,9 @@ def _load(builder, address, step, transposed=False):
 
 
 def _product(builder, element, a, b, c):
-    text = f"mma.sync.aligned.m16n8k16.row.col.f32.{element}.{element}.f32 {{$0, $1, $2, $3}}, {{$4, $5, $6, $7}}, {{$8, $9}}, {{$10, $11, $12, $13}};"
+    text = (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{element}.{element}.f32 {{$0, $1, $2, $3}}, {{$4, $5, $6, $7}}, {{$8, $9}}, {{$10, $11, $12, $13}};"
+    )
     result = ir.LiteralStructType([llvm_f32] * 4)
     return unpack(builder, emit(builder, result, [*a, *b, *c], text, ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4), pure=True), 4)
 

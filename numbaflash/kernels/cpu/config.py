@@ -90,8 +90,6 @@ class CpuConfig:
         Parts into which the keys of a work item are split, each a work item of its own; they are merged after.
     threads : int
         Threads that the launch is worth.
-    num_splits : int or None
-        Parts that the caller asked for.
     """
 
     kernel: Kernel
@@ -99,7 +97,6 @@ class CpuConfig:
     kv_tile: int
     splits: int = 1
     threads: int = 1
-    num_splits: int | None = None
 
 
 def choose(problem: Problem, threads: int, num_splits: int | None = None) -> CpuConfig:
@@ -124,7 +121,7 @@ def choose(problem: Problem, threads: int, num_splits: int | None = None) -> Cpu
         splits = max(1, min(num_splits, -(-problem.seqlen_k // KV_TILE)))  # more would be empty
     elif items < threads:  # parts of at least PART_KEYS keys
         splits = max(1, min(-(-threads // items), problem.seqlen_k // PART_KEYS))
-    return CpuConfig(kernel, q_tile, KV_TILE, splits, min(threads, items * splits), num_splits)
+    return CpuConfig(kernel, q_tile, KV_TILE, splits, min(threads, items * splits))
 
 
 def choose_q_tile(problem, kernel, rows, heads, threads) -> int:

@@ -123,7 +123,7 @@ def plan_for(problem, layouts, device, threads: int, direction: str = "forward",
     """Tiles and threads of a problem when so many threads are to be had; nothing is compiled."""
     choice = config.choose(problem, threads, num_splits)
     grid = (config.work_items(problem, choice),)
-    return Plan("cpu", problem, device, layouts, choice, grid, threads=choice.threads, direction=direction)
+    return Plan("cpu", problem, device, layouts, choice, grid, threads=choice.threads, direction=direction, num_splits=num_splits)
 
 
 def prepare(plan):
@@ -134,7 +134,7 @@ def prepare(plan):
         threads = available_threads()
         prepared = launches.get(threads)
         if prepared is None:
-            again = plan_for(plan.problem, plan.layouts, plan.device, threads, plan.direction, plan.config.num_splits)
+            again = plan_for(plan.problem, plan.layouts, plan.device, threads, plan.direction, plan.num_splits)
             prepared = launches[threads] = _prepare(again)
         prepared(addresses)
 

@@ -27,4 +27,4 @@ def plan(problem: Problem, layouts: Layouts, device: Device, num_splits: int | N
     """Choose tiles and grid."""
     if num_splits is not None and num_splits > 1:
         raise UnsupportedError(f"the family simt computes the keys of a sequence in one part; got num_splits={num_splits}")
-    return replace(simt.plan(problem, layouts, device), direction="decode")
+    return replace(simt.plan(problem, layouts, device), direction="decode", num_splits=num_splits)

@@ -103,6 +103,7 @@ def build(config: DecodeConfig) -> KernelSource:
     rescales = straight_line(int32, (fragment.STATISTICS,), lambda ops, s: ops.truth((s[4] != 1.0) | (s[5] != 1.0)))
     units_of = straight_line(int32, (SIZES,), lambda ops, sizes: sizes[0] * sizes[1] * sizes[2] * sizes[3])
     fewer = straight_line(int32, (int32, int32), lambda ops, a, b: ops.minimum(a, b))
+
     def put_found(ops, found, block, words, thread):
         for n, word in enumerate(words):
             ops.put(found + ops.wide(block) * FOUND_BYTES + 4 * n, word, thread == 0)

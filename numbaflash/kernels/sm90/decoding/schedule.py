@@ -86,6 +86,7 @@ class Shares:
 
     def entry(self):
         """``f(entry, bounds, sizes, options) -> (bounds of the entry, (tiles of an item, of all of them))``."""
+
         def body(ops, entry, bounds, sizes, options):
             own = self._own(ops, entry, bounds, options)
             first, end = self._range(ops, own)
