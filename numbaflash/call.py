@@ -14,10 +14,12 @@ from . import dispatch
 from .arrays import ITEMSIZE, Facts, Library, contiguous_strides
 from .arrays.streams import stream_handle
 from .memory import extent, overlaps, overlaps_itself
-from .problem import NEEDS, OPTIONS, PACKED, Problem, check_result, check_saved, make_packed_problem, make_problem
+from .problem import NEEDS, OPTIONS, PACKED, Problem, check_result, check_saved, make_decode_problem, make_packed_problem, make_problem
 
-RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv", "dbias", "dsinks")}
+RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv", "dbias", "dsinks"), "decode": ("out", "lse")}
 """Operands that a call writes, by its direction."""
+
+_CALLED = {"decode": {"k": "k_cache", "v": "v_cache"}}
 
 MAX_CALLS = 2048
 """Kinds of calls kept prepared; beyond that the oldest one is forgotten."""
@@ -37,7 +39,7 @@ class Call:
     Attributes
     ----------
     direction : str
-        "forward" or "backward".
+        "forward", "backward" or "decode".
     operands : tuple of str
         In the order in which the launch takes their addresses.
     plan : Plan or None
@@ -98,8 +100,13 @@ class Call:
         """Arrays that have elements must have memory, and results must not touch what is read, nor each other."""
         for name, given in self.facts.items():
             if not addresses[name] and 0 not in given.shape:
-                raise ValueError(f"{name} has no memory: it was deleted or released before the call")
+                raise ValueError(f"{called(name, self.direction)} has no memory: it was deleted or released before the call")
         check_apart(self.facts, addresses, self.direction)
+
+
+def called(operand: str, direction: str) -> str:
+    """The argument that an operand is."""
+    return _CALLED.get(direction, {}).get(operand, operand)
 
 
 def check_apart(facts: dict[str, Facts], addresses: dict[str, int], direction: str = "forward") -> None:
@@ -110,7 +117,7 @@ def check_apart(facts: dict[str, Facts], addresses: dict[str, int], direction: s
         for other in facts:
             if result in facts and other != result and overlaps(places[result], places[other]):
                 use = "written" if other in results else "read"
-                raise ValueError(f"{result} must not share memory with {other}, which is {use} in the same call")
+                raise ValueError(f"{result} must not share memory with {called(other, direction)}, which is {use} in the same call")
 
 
 def prepare(key, library: Library, arrays: dict, options: dict, with_lse: bool) -> Call:
@@ -141,6 +148,13 @@ def prepare_backward(key, library: Library, arrays: dict, options: dict, needs: 
     return _remember(key, _call("backward", library, arrays["q"], facts, problem, plan))
 
 
+def prepare_decode(key, library: Library, arrays: dict, options: dict, with_lse: bool, num_splits: int | None) -> Call:
+    """The same for a call of `numbaflash.decode`."""
+    facts, problem = describe(library, arrays, options, "decode")
+    plan = None if problem.is_empty else plan_decode_call(problem, facts, with_lse, num_splits, device_of(facts["q"]))
+    return _remember(key, _call("decode", library, arrays["q"], facts, problem, plan))
+
+
 def run(
     direction: str,
     library: Library,
@@ -153,8 +167,9 @@ def run(
     seed: int = 0,
     needs: tuple[str, ...] = (),
     deterministic: bool = False,
+    num_splits: int | None = None,
 ) -> dict:
-    """A call of any kind, as `numbaflash.forward` and `numbaflash.backward` make it. The plain ones take a shorter way there.
+    """A call of any kind, as `numbaflash.forward`, `numbaflash.backward` and `numbaflash.decode` make it. The plain ones take a shorter way there.
 
     Parameters
     ----------
@@ -172,6 +187,8 @@ def run(
         Of the dropout mask.
     needs, deterministic
         Of a backward call.
+    num_splits
+        Of a call that decodes.
 
     Returns
     -------
@@ -188,13 +205,16 @@ def run(
                 keys.append((name, key))
     except Exception:
         for name, x in (arrays | results).items():
-            library.describe(x, name)  # says for people what is wrong
+            library.describe(x, called(name, direction))  # says for people what is wrong
         raise
-    kind = (direction, library, tuple(keys), wanted, *options.values(), needs, deterministic, dispatch.forced_family())
+    kind = (direction, library, tuple(keys), wanted, *options.values(), needs, deterministic, num_splits, dispatch.forced_family())
     call = find(kind)
     if call is None:
+        with_lse = "lse" in wanted or "lse" in results
         if direction == "forward":
-            call = prepare(kind, library, arrays | results, options, "lse" in wanted or "lse" in results)
+            call = prepare(kind, library, arrays | results, options, with_lse)
+        elif direction == "decode":
+            call = prepare_decode(kind, library, arrays | results, options, with_lse, num_splits)
         else:
             call = prepare_backward(kind, library, arrays | results, options, needs, deterministic)
     place, handle = call.on(stream)
@@ -215,7 +235,8 @@ def run(
             for x in results.values():
                 library.clear(x, place)
     elif any(at & 15 for at in new_at):  # less than every plan takes for granted: another kind
-        return run(direction, library, arrays, results, wanted, options, stream, seed=seed, needs=needs, deterministic=deterministic)
+        more = {"seed": seed, "needs": needs, "deterministic": deterministic, "num_splits": num_splits}
+        return run(direction, library, arrays, results, wanted, options, stream, **more)
     elif call.simple and all(addresses[name] for name in everything) and (call.apart is None or call.apart(*ordered)):
         call.launch(ordered, handle)
     else:
@@ -257,7 +278,7 @@ def _call(direction, library, like, facts, problem, plan) -> Call:
 
 def results_of(problem: Problem, direction: str) -> tuple[str, ...]:
     """Operands that a call of this problem may write."""
-    return RESULTS["forward"] if direction == "forward" else tuple(f"d{name}" for name in problem.gradients)
+    return tuple(f"d{name}" for name in problem.gradients) if direction == "backward" else RESULTS[direction]
 
 
 def _shape_of(name, problem, facts):
@@ -297,8 +318,8 @@ def forget() -> None:
 
 def describe(library: Library, arrays: dict, options: dict, direction: str = "forward") -> tuple[dict[str, Facts], Problem]:
     """Facts of the arrays, and the problem they pose: every check of an argument."""
-    facts = {name: library.describe(x, name) for name, x in arrays.items()}
-    make = make_packed_problem if PACKED[0] in facts else make_problem
+    facts = {name: library.describe(x, called(name, direction)) for name, x in arrays.items()}
+    make = make_decode_problem if direction == "decode" else make_packed_problem if PACKED[0] in facts else make_problem
     problem = make(
         *(facts[name].shape for name in "qkv"),
         [facts[name].dtype for name in "qkv"],
@@ -314,7 +335,7 @@ def describe(library: Library, arrays: dict, options: dict, direction: str = "fo
         elif name not in NEEDS + OPTIONS + PACKED:
             check_saved(name, given.shape, given.dtype, **want)
     if library.one_device:
-        check_one_device(facts)
+        check_one_device({called(name, direction): each for name, each in facts.items()})
     return facts, problem
 
 
@@ -326,10 +347,14 @@ def check_one_device(facts: dict[str, Facts]) -> None:
 
 def plan_call(problem: Problem, facts: dict[str, Facts], with_lse: bool, device: dispatch.Device) -> dispatch.Plan:
     """The plan of a problem for arrays as they lie; results that are not among the facts are new and row-major."""
-    operands = dispatch.OPERANDS if with_lse else dispatch.OPERANDS[:-1]
-    layouts, misaligned = _layouts(problem, facts, (*operands, *problem.options))
-    plan = dispatch.make_plan(problem, dispatch.Layouts(**layouts), device)
-    return _with_copies(plan, misaligned)
+    layouts, misaligned = _forward_layouts(problem, facts, with_lse)
+    return _with_copies(dispatch.make_plan(problem, layouts, device), misaligned)
+
+
+def plan_decode_call(problem: Problem, facts: dict[str, Facts], with_lse: bool, num_splits: int | None, device: dispatch.Device) -> dispatch.Plan:
+    """The same for decoding, with the keys in so many parts."""
+    layouts, misaligned = _forward_layouts(problem, facts, with_lse)
+    return _with_copies(dispatch.make_decode_plan(problem, layouts, device, num_splits), misaligned)
 
 
 def plan_backward_call(problem: Problem, facts: dict[str, Facts], needs, deterministic: bool, device: dispatch.Device) -> dispatch.Plan:
@@ -339,6 +364,12 @@ def plan_backward_call(problem: Problem, facts: dict[str, Facts], needs, determi
     layouts, misaligned = _layouts(problem, facts, operands)
     plan = dispatch.make_backward_plan(problem, dispatch.BackwardLayouts(**layouts), device, deterministic)
     return _with_copies(plan, misaligned)
+
+
+def _forward_layouts(problem, facts, with_lse):
+    operands = dispatch.OPERANDS if with_lse else dispatch.OPERANDS[:-1]
+    layouts, misaligned = _layouts(problem, facts, (*operands, *problem.options))
+    return dispatch.Layouts(**layouts), misaligned
 
 
 def _layouts(problem, facts, operands):

@@ -18,8 +18,8 @@ FAMILIES = ("sm90", "simt", "cpu")
 """Kernel families, the preferred one first."""
 
 OPERANDS = ("q", "k", "v", "out", "lse")
-"""Arrays of a forward call without options, in the order in which a `Launch` takes their addresses. With a mask or packed sequences there
-is a workspace, last of all."""
+"""Arrays of a forward call without options, in the order in which a `Launch` takes their addresses. With a mask or packed sequences, and in
+decoding, there is a workspace, last of all."""
 
 BACKWARD_OPERANDS = ("dout", "q", "k", "v", "out", "lse", "dlse", "dq", "dk", "dv", "workspace")
 """The same of a backward call."""
@@ -46,8 +46,8 @@ def operands_with(options: tuple[str, ...], dropout: bool, direction: str = "for
     workspace = BACKWARD_OPERANDS[-1:]
     prepared = any(name in options for name in (*MASKS, *PACKED))
     options += ("seed",) if dropout else ()
-    if direction == "forward":
-        return OPERANDS + options + (workspace if prepared else ())
+    if direction != "backward":
+        return OPERANDS + options + (workspace if prepared or direction == "decode" else ())
     gradients = tuple(f"d{name}" for name in DIFFERENTIABLE_OPTIONS if name in options)
     return BACKWARD_OPERANDS[:-1] + options + gradients + workspace
 
@@ -106,8 +106,8 @@ def contiguous_strides(shape, itemsize: int) -> tuple[int, ...]:
 class Layouts:
     """Layout of every operand of a call. ``lse`` is None when nobody asked for it, and so is what the problem has not.
 
-    ``mask`` and ``bias`` have 4 axes, ``block_mask`` 3 and ``alibi_slopes`` 2, with strides of 0 along those that are broadcast. Packed arrays have
-    an axis less than padded ones, as `Problem` says.
+    ``mask`` and ``bias`` have 4 axes, ``block_mask`` 3, ``alibi_slopes`` and ``page_table`` 2, with strides of 0 along those that are broadcast.
+    Packed arrays have an axis less than padded ones, as `Problem` says.
     """
 
     q: Layout
@@ -124,6 +124,7 @@ class Layouts:
     seqlens_k: Layout | None = None
     cu_seqlens_q: Layout | None = None
     cu_seqlens_k: Layout | None = None
+    page_table: Layout | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +180,14 @@ class Plan:
     rejected : dict of str to tuple of str
         Families ahead of the chosen one, each with its reasons.
     direction : str
-        "forward" or "backward".
+        "forward", "backward" or "decode".
     deterministic : bool
         Backward only: the same inputs give the same bits.
     workspace_bytes : int
-        Memory that the caller's library allocates for the call, 256-byte aligned, of any contents: for the backward, and where there is a mask.
+        Memory that the caller's library allocates for the call, 256-byte aligned, of any contents: for the backward, for parts of the keys in
+        decoding, and where there is a mask.
+    num_splits : int or None
+        Decoding only: parts into which the caller wants the keys of a sequence to be split.
     """
 
     family: str
@@ -199,6 +203,7 @@ class Plan:
     direction: str = "forward"
     deterministic: bool = False
     workspace_bytes: int = 0
+    num_splits: int | None = None
 
 
 class Launch(Protocol):
@@ -249,6 +254,26 @@ class BackwardFamily(Protocol):
         """As `Family.resources`."""
 
 
+class DecodeFamily(Protocol):
+    """What the subpackage ``decoding`` of a family provides."""
+
+    FEATURES: frozenset[str]
+    """As `Family.FEATURES`."""
+
+    def supports(self, problem: Problem, device: Device) -> tuple[str, ...]:
+        """As `Family.supports`."""
+
+    def plan(self, problem: Problem, layouts: Layouts, device: Device, num_splits: int | None = None) -> Plan:
+        """As `Family.plan`, with the direction of the plan set. The keys of each sequence are computed in ``num_splits`` equal parts, as many as the
+        family likes where it is None, and merged in a fixed order."""
+
+    def prepare(self, plan: Plan) -> Launch:
+        """As `Family.prepare`."""
+
+    def resources(self, plan: Plan) -> dict[str, Any]:
+        """As `Family.resources`."""
+
+
 def missing(problem: Problem, features: frozenset[str]) -> list[str]:
     """Reasons why a family cannot compute a problem, of what it has beside q, k and v: its `Problem.features` that are not among these."""
     return [f"it has no {feature}" for feature in problem.features if feature not in features]
@@ -273,9 +298,12 @@ def forced_family() -> str | None:
     return _forced.get()
 
 
-def family(name: str, direction: str = "forward") -> Family | BackwardFamily:
+_ROOMS = {"forward": "", "backward": ".backward", "decode": ".decoding"}
+
+
+def family(name: str, direction: str = "forward") -> Family | BackwardFamily | DecodeFamily:
     """The package of a kernel family for a direction, imported when first asked for."""
-    return importlib.import_module(f"{__package__}.kernels.{name}" + (".backward" if direction == "backward" else ""))
+    return importlib.import_module(f"{__package__}.kernels.{name}{_ROOMS[direction]}")
 
 
 def make_plan(problem: Problem, layouts: Layouts, device: Device) -> Plan:
@@ -294,6 +322,11 @@ def make_backward_plan(problem: Problem, layouts: BackwardLayouts, device: Devic
     return _first_plan(problem, device, "backward", lambda package: package.plan(problem, layouts, device, deterministic))
 
 
+def make_decode_plan(problem: Problem, layouts: Layouts, device: Device, num_splits: int | None = None) -> Plan:
+    """The same for decoding."""
+    return _first_plan(problem, device, "decode", lambda package: package.plan(problem, layouts, device, num_splits))
+
+
 def _first_plan(problem, device, direction, plan_with):
     forced = _forced.get()
     rejected = {}
@@ -306,5 +339,5 @@ def _first_plan(problem, device, direction, plan_with):
             return plan
         rejected[name] = reasons
     lines = "".join(f"\n  {name}: {'; '.join(reasons)}" for name, reasons in rejected.items())
-    what = "problem" if direction == "forward" else "problem's gradients"
+    what = "problem's gradients" if direction == "backward" else "problem"
     raise UnsupportedError(f"no kernel family can compute this {what} on {device.name}:{lines}")

@@ -20,11 +20,10 @@ from pathlib import Path
 
 import numpy as np
 
-from .problem import DTYPES, LENGTH_DTYPES
-from .problem import OPTIONS as EVERY_OPTION
+from .problem import DTYPES, FORWARD_OPTIONS, LENGTH_DTYPES
 
 OPERANDS = ("q", "k", "v")
-OPTIONS = tuple(name for name in EVERY_OPTION if name != "block_mask")
+OPTIONS = tuple(name for name in FORWARD_OPTIONS if name != "block_mask")
 """Those that files hold."""
 
 _OPTION_DTYPES = {

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from numbaflash.problem import (
+    FORWARD_OPTIONS,
     MAX_SEQLEN,
     NEEDS,
-    OPTIONS,
     Problem,
     check_dropout,
     check_flag,
@@ -260,7 +260,7 @@ def test_options_are_absent_by_default():
 
 def test_operands_of_options():
     p = problem(mask=MASK, bias=BIAS, alibi_slopes=SLOPES, sinks=SINKS, seqlens_q=LENGTHS, seqlens_k=((2,), "int64"), softcap=50, dropout=0.25)
-    arrays = tuple(name for name in OPTIONS if name != "block_mask")  # which is a mask in another form
+    arrays = tuple(name for name in FORWARD_OPTIONS if name != "block_mask")  # which is a mask in another form
     assert p.options == arrays and set(p.features) == {*arrays, "softcap", "dropout"} and p.gradients == (*NEEDS, "bias", "sinks")
     want = {
         "mask": ((2, 4, 5, 7), "bool"),

@@ -18,8 +18,11 @@ whose length is that difference, so everything said of entries holds for them. R
 their results are 0 (LSE: -inf). Numbers below 0 count as 0, numbers beyond the rows as their count; where the numbers are then not in ascending
 order, there is no sequence at all.
 
-``plain`` and ``packed`` make problems of checked arguments, ``description`` is what they make; ``checks`` are those of single arguments, ``shapes``
-those of arrays, and ``names`` what all of it is called.
+**Caches** hold the keys of each sequence up to its length, that of the present queries included, and anything in the slots after it. Those of paged
+caches lie in pages, in the order of a table (`Problem.pages`); entries of it that no key is read through may hold anything, too.
+
+``plain``, ``packed`` and ``decoding`` make problems of checked arguments, ``description`` is what they make; ``checks`` are those of single
+arguments, ``shapes`` those of arrays, and ``names`` what all of it is called.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from .checks import (
     check_max_seqlen,
     check_needed,
     check_needs,
+    check_num_splits,
     check_scale,
     check_seed,
     check_softcap,
@@ -38,24 +42,30 @@ from .checks import (
     gradient_missing,
     no_dropout,
 )
+from .decoding import check_cache_lengths, check_page_numbers, make_decode_problem
 from .description import Problem, trim_keys
 from .names import (
     CONSTANT_OPTIONS,
+    DECODE_FEATURES,
     DIFFERENTIABLE,
     DIFFERENTIABLE_OPTIONS,
     DROPOUT_STEPS,
     DTYPES,
     FEATURES,
+    FORWARD_OPTIONS,
     GRANULE,
     ITEMSIZE,
     LENGTH_DTYPES,
     MASKS,
+    MAX_CACHE_HEAD_DIM,
     MAX_HEAD_DIM,
+    MAX_NEW_TOKENS,
     MAX_SEQLEN,
     NEEDS,
     OPTIONS,
     PACKED,
     PACKED_FEATURE,
+    PAGE_TABLE,
     UnsupportedError,
 )
 from .packed import check_boundaries, make_packed_problem
@@ -64,30 +74,38 @@ from .shapes import check_result, check_saved
 
 __all__ = [
     "CONSTANT_OPTIONS",
+    "DECODE_FEATURES",
     "DIFFERENTIABLE",
     "DIFFERENTIABLE_OPTIONS",
     "DROPOUT_STEPS",
     "DTYPES",
     "FEATURES",
+    "FORWARD_OPTIONS",
     "GRANULE",
     "ITEMSIZE",
     "LENGTH_DTYPES",
     "MASKS",
+    "MAX_CACHE_HEAD_DIM",
     "MAX_HEAD_DIM",
+    "MAX_NEW_TOKENS",
     "MAX_SEQLEN",
     "NEEDS",
     "OPTIONS",
     "PACKED",
     "PACKED_FEATURE",
+    "PAGE_TABLE",
     "Problem",
     "UnsupportedError",
     "check_boundaries",
+    "check_cache_lengths",
     "check_causal",
     "check_dropout",
     "check_flag",
     "check_max_seqlen",
     "check_needed",
     "check_needs",
+    "check_num_splits",
+    "check_page_numbers",
     "check_result",
     "check_saved",
     "check_scale",
@@ -95,6 +113,7 @@ __all__ = [
     "check_softcap",
     "check_window",
     "gradient_missing",
+    "make_decode_problem",
     "make_packed_problem",
     "make_problem",
     "no_dropout",

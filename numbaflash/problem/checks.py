@@ -143,6 +143,21 @@ def check_max_seqlen(name: str, value) -> int | None:
     return number
 
 
+def check_num_splits(num_splits) -> int | None:
+    """Into how many parts the keys of a sequence are divided; None leaves it to the kernel."""
+    if num_splits is None:
+        return None
+    try:
+        if isinstance(num_splits, bool):
+            raise TypeError
+        value = operator.index(num_splits)
+    except TypeError:
+        raise TypeError(f"num_splits must be an integer or None (the library chooses); got {num_splits!r}") from None
+    if value < 1:
+        raise ValueError(f"num_splits must be at least 1 (None lets the library choose); got {value}")
+    return value
+
+
 def check_flag(name, value) -> bool:
     if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
         return bool(value)

@@ -53,6 +53,10 @@ class Problem:
     total_q, total_k : int
         Rows of packed arrays: q is (total_q, heads, head_dim), k (total_k, kv_heads, head_dim), v (total_k, kv_heads, head_dim_v), out
         (total_q, heads, head_dim_v), lse (heads, total_q). 0 where nothing is packed.
+    pages, page_size, max_pages : int
+        Of paged caches, 0 where there are none: k is (pages, page_size, kv_heads, head_dim), v (pages, page_size, kv_heads, head_dim_v), and key j of
+        batch entry b lies in row ``j % page_size`` of page ``page_table[b, j // page_size]``; page_table is (batch, max_pages), int32. `seqlen_k` is
+        the capacity, ``max_pages * page_size`` (0 without a page). Page numbers that are used and out of range count as the nearest one.
     """
 
     dtype: str
@@ -82,6 +86,9 @@ class Problem:
     cu_seqlens_k: str | None = None
     total_q: int = 0
     total_k: int = 0
+    pages: int = 0
+    page_size: int = 0
+    max_pages: int = 0
 
     @property
     def masked(self) -> bool:
@@ -92,6 +99,11 @@ class Problem:
     def packed(self) -> bool:
         """Sequences lie one after the other in arrays without a batch axis."""
         return self.cu_seqlens_q is not None
+
+    @property
+    def paged(self) -> bool:
+        """Keys and values lie in pages that sequences may share."""
+        return self.page_size > 0
 
     @property
     def rows_q(self) -> int:
@@ -141,6 +153,8 @@ class Problem:
         """The leading axes of an array of queries or of keys."""
         if self.packed:
             return (self.total_q if operand == "q" else self.total_k,)
+        if self.paged and operand == "k":
+            return self.pages, self.page_size
         return self.batch, self.seqlen_q if operand == "q" else self.seqlen_k
 
     @property
@@ -169,6 +183,7 @@ class Problem:
             "sinks": ((self.heads,), self.lse_dtype) if self.sinks else None,
             "seqlens_q": self.seqlens_q and ((self.batch,), self.seqlens_q),
             "seqlens_k": self.seqlens_k and ((self.batch,), self.seqlens_k),
+            "page_table": ((self.batch, self.max_pages), "int32") if self.paged else None,
             "cu_seqlens_q": self.cu_seqlens_q and ((self.batch + 1,), self.cu_seqlens_q),
             "cu_seqlens_k": self.cu_seqlens_k and ((self.batch + 1,), self.cu_seqlens_k),
         }[name]
@@ -230,10 +245,10 @@ def trim_keys(problem: Problem) -> tuple[Problem, int]:
     """The same problem over only those keys that some query may see, and the number of keys before them.
 
     What no query may see then lies outside the problem: whatever it holds cannot reach a result. A mask and a bias are cut like the keys (their
-    shapes here say so); dropout goes on counting keys from the first of all. Where the place of a query depends on lengths, or sequences are packed,
-    nothing is cut.
+    shapes here say so); dropout goes on counting keys from the first of all. Where the place of a query depends on lengths, sequences are packed or
+    caches paged, nothing is cut.
     """
-    if not problem.seqlen_q or not problem.seqlen_k or problem.offset_per_entry or problem.packed:
+    if not problem.seqlen_q or not problem.seqlen_k or problem.offset_per_entry or problem.packed or problem.paged:
         return problem, 0
     first = 0 if problem.left is None else min(max(0, problem.offset - problem.left), problem.seqlen_k)
     end = problem.seqlen_k if problem.right is None else max(0, min(problem.seqlen_k, problem.seqlen_q + problem.offset + problem.right))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from .names import DTYPES, GRANULE, LENGTH_DTYPES, MAX_HEAD_DIM, MAX_SEQLEN
+from .names import DTYPES, GRANULE, LENGTH_DTYPES, MAX_HEAD_DIM, MAX_PAGES, MAX_SEQLEN
 
 
-def check_dtypes(dtypes) -> str:
-    for name, dtype in zip("qkv", dtypes, strict=True):
+def check_dtypes(dtypes, names=("q", "k", "v")) -> str:
+    for name, dtype in zip(names, dtypes, strict=True):
         if dtype not in DTYPES:
             raise TypeError(f"{name} must be one of {', '.join(DTYPES)}; got dtype {dtype}")
     if len(set(dtypes)) > 1:
-        raise TypeError(f"q, k and v must have one dtype; got {', '.join(dtypes)}. Cast them to the same dtype first")
+        q, k, v = names
+        raise TypeError(f"{q}, {k} and {v} must have one dtype; got {', '.join(dtypes)}. Cast them to the same dtype first")
     return dtypes[0]
 
 
@@ -35,12 +36,16 @@ def check_heads(heads, kv_heads):
 
 
 def check_sizes(dim_axis, head_dim, head_dim_v, row_axis, rows_q, rows_k):
-    for name, n in (("q", head_dim), ("v", head_dim_v)):
-        if not 1 <= n <= MAX_HEAD_DIM:
-            raise ValueError(f"{name} must have a head dim (axis {dim_axis}) from 1 to {MAX_HEAD_DIM}; got {n}")
+    check_head_dims(dim_axis, {"q": head_dim, "v": head_dim_v}, MAX_HEAD_DIM)
     for name, n in (("q", rows_q), ("k", rows_k)):
         if n > MAX_SEQLEN:
             raise ValueError(f"{name} must have at most {MAX_SEQLEN} rows (axis {row_axis}); got {n}")
+
+
+def check_head_dims(axis, dims, most):
+    for name, n in dims.items():
+        if not 1 <= n <= most:
+            raise ValueError(f"{name} must have a head dim (axis {axis}) from 1 to {most}; got {n}")
 
 
 def check_mask(mask, full):
@@ -109,6 +114,18 @@ def check_lengths(name, lengths, batch) -> str:
     if tuple(shape) != (batch,):
         raise ValueError(f"{name} must have shape (batch,) = {(batch,)}; got {tuple(shape)}")
     return dtype
+
+
+def check_page_table(page_table, batch, pages) -> int:
+    """Entries that each sequence has."""
+    shape, dtype = page_table
+    if dtype != "int32":
+        raise TypeError(f"page_table must be int32; got dtype {dtype}")
+    if len(shape) != 2 or shape[0] != batch:
+        raise ValueError(f"page_table must have shape (batch, max_pages), batch being q's {batch}; got {tuple(shape)}")
+    if pages > MAX_PAGES:
+        raise ValueError(f"k_cache must have at most {MAX_PAGES} pages (axis 0), which page_table counts in int32; got {pages}")
+    return int(shape[1])
 
 
 def check_saved(name, shape, dtype, *, want_shape, want_dtype):

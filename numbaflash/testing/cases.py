@@ -22,9 +22,9 @@ from ..kernels.blocks.layout import words
 from ..problem import (
     DIFFERENTIABLE_OPTIONS,
     DTYPES,
+    FORWARD_OPTIONS,
     LENGTH_DTYPES,
     NEEDS,
-    OPTIONS,
     PACKED,
     Problem,
     check_needs,
@@ -51,7 +51,7 @@ from .values import (
     garbage,
 )
 
-ARRAYS = (*(name for name in OPTIONS if name != "block_mask"), *PACKED)
+ARRAYS = (*(name for name in FORWARD_OPTIONS if name != "block_mask"), *PACKED)
 """Options and boundaries that a caller has as arrays."""
 
 GUARD = 64  # elements before and after every operand, watched for stray writes

@@ -18,8 +18,8 @@ from ..arrays.torch import TORCH
 from ..block_mask import BlockMask, mask_arrays
 from ..problem import (
     DIFFERENTIABLE,
+    FORWARD_OPTIONS,
     NEEDS,
-    OPTIONS,
     PACKED,
     UnsupportedError,
     check_causal,
@@ -35,7 +35,7 @@ from ..problem import (
 from .autograd import SECOND_DERIVATIVES, backward_of, forward_of, gradients_of, keepable, refuse_batches
 
 _CAUSAL = (False, True, "top_left")
-_TENSOR_OPTIONS = tuple(name for name in OPTIONS if name != "block_mask") + PACKED
+_TENSOR_OPTIONS = tuple(name for name in FORWARD_OPTIONS if name != "block_mask") + PACKED
 _TENSORS = ", ".join(f"Tensor? {name}=None" for name in _TENSOR_OPTIONS)
 _NUMBERS = "float? scale, int causal, int? left, int? right, bool deterministic"
 _FURTHER = (

@@ -1,6 +1,6 @@
 """Kernels for the CPU, compiled by Numba: any dtype, head dim, band and strides.
 
-``forward`` is the algorithm and ``decode`` its form for few queries, ``scores`` the options, ``microkernel`` the matrix
+``forward`` is the algorithm and ``rows`` its form for few queries, ``scores`` the options, ``microkernel`` the matrix
 products, ``vector``, ``exp2``, ``tanh`` and ``dropout`` the arithmetic, ``convert`` the dtypes, ``packed`` the sequences that lie
 one after the other, ``config`` the choice of tiles and ``launch`` threads and compilation.
 """
@@ -10,11 +10,11 @@ from __future__ import annotations
 import numba
 
 from ...dispatch import Device, Layouts, Plan, missing
-from ...problem import OPTIONS, PACKED_FEATURE, Problem
+from ...problem import FORWARD_OPTIONS, PACKED_FEATURE, Problem
 
 __all__ = ["FEATURES", "build_kernels", "plan", "prepare", "resources", "supports"]
 
-FEATURES = frozenset(("softcap", *OPTIONS, "dropout", PACKED_FEATURE))
+FEATURES = frozenset(("softcap", *FORWARD_OPTIONS, "dropout", PACKED_FEATURE))
 """`Problem.features` that the kernels have, of both directions."""
 
 

@@ -31,7 +31,7 @@ class Kernel:
     Attributes
     ----------
     form : str
-        "panels": a query a lane (`forward`); "rows": few queries, the head dim in the lanes (`decode`).
+        "panels": a query a lane (`forward`); "rows": few queries, the head dim in the lanes (`rows`).
     dtype : str
         Of the arrays.
     lanes : int
@@ -99,7 +99,7 @@ class CpuConfig:
     threads: int = 1
 
 
-def choose(problem: Problem, threads: int) -> CpuConfig:
+def choose(problem: Problem, threads: int, num_splits: int | None = None) -> CpuConfig:
     """Kernel and tiles for a problem.
 
     Parameters
@@ -107,15 +107,19 @@ def choose(problem: Problem, threads: int) -> CpuConfig:
     problem : Problem
     threads : int
         Threads that may be used.
+    num_splits : int, optional
+        Parts that the keys are to be split into.
     """
     rows = problem.seqlen_q * problem.group
-    kernel = with_options(choose_kernel(problem.dtype, rows), problem)
+    kernel = with_options(choose_kernel(problem.dtype, 1 if problem.paged else rows), problem)
     threads = useful_threads(problem, kernel, threads)
     heads = problem.batch * problem.kv_heads
     q_tile = choose_q_tile(problem, kernel, rows, heads, threads)
     items = max(1, heads * -(-rows // q_tile))
     splits = 1
-    if items < threads:  # parts of at least PART_KEYS keys
+    if num_splits is not None:
+        splits = max(1, min(num_splits, -(-problem.seqlen_k // KV_TILE)))  # more would be empty
+    elif items < threads:  # parts of at least PART_KEYS keys
         splits = max(1, min(-(-threads // items), problem.seqlen_k // PART_KEYS))
     return CpuConfig(kernel, q_tile, KV_TILE, splits, min(threads, items * splits))
 

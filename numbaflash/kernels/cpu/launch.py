@@ -14,12 +14,12 @@ from numba.core.ccallback import CFunc
 
 from ...dispatch import OPERANDS, Plan, operands
 from ...toolchain.log import logger
-from . import cache, config, decode, driver, forward, packed
+from . import cache, config, driver, forward, packed, rows
 from .arguments import ARGUMENTS, arguments
 from .config import Kernel
 from .scores import OPTION_ADDRESSES, signed_seed
 
-BUILD = {"panels": forward.build, "rows": decode.build}
+BUILD = {"panels": forward.build, "rows": rows.build}
 
 _compiling = threading.Lock()
 _launching = threading.Lock()
@@ -119,11 +119,11 @@ def using(threads: int):
         yield threads
 
 
-def plan_for(problem, layouts, device, threads: int) -> Plan:
+def plan_for(problem, layouts, device, threads: int, direction: str = "forward", num_splits: int | None = None) -> Plan:
     """Tiles and threads of a problem when so many threads are to be had; nothing is compiled."""
-    choice = config.choose(problem, threads)
+    choice = config.choose(problem, threads, num_splits)
     grid = (config.work_items(problem, choice),)
-    return Plan("cpu", problem, device, layouts, choice, grid, threads=choice.threads)
+    return Plan("cpu", problem, device, layouts, choice, grid, threads=choice.threads, direction=direction, num_splits=num_splits)
 
 
 def prepare(plan):
@@ -134,7 +134,8 @@ def prepare(plan):
         threads = available_threads()
         prepared = launches.get(threads)
         if prepared is None:
-            prepared = launches[threads] = _prepare(plan_for(plan.problem, plan.layouts, plan.device, threads))
+            again = plan_for(plan.problem, plan.layouts, plan.device, threads, plan.direction, plan.num_splits)
+            prepared = launches[threads] = _prepare(again)
         prepared(addresses)
 
     return launch
@@ -144,7 +145,7 @@ def _prepare(plan):
     run, kernel = compiled(plan.config.kernel)
     address = kernel.address
     args = arguments(plan.problem, plan.layouts, plan.config)
-    given = [name for name in operands(plan.problem)[len(OPERANDS) :] if name != "workspace"]  # which the plan has none of
+    given = [name for name in operands(plan.problem, plan.direction)[len(OPERANDS) :] if name != "workspace"]  # which the plan has none of
     if not given:
         none = np.zeros(1, OPTION_ADDRESSES)
 

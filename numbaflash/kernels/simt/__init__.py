@@ -99,7 +99,7 @@ def prepare(plan: Plan) -> Launch:
         threads=plan.threads,
         shared_bytes=plan.shared_bytes,
         device=plan.device,
-        operands=operands(plan.problem),
+        operands=operands(plan.problem, plan.direction),
     )
     return Launches([*before, launch]) if before else launch
 

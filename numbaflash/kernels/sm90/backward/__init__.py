@@ -13,7 +13,7 @@ import numpy as np
 
 from .... import toolchain
 from ....dispatch import BackwardLayouts, Device, Launch, Plan, operands
-from ....problem import ITEMSIZE, OPTIONS, PACKED, Problem, trim_keys
+from ....problem import FORWARD_OPTIONS, ITEMSIZE, PACKED, Problem, trim_keys
 from ... import sm90
 from ...blocks.launch import Lists
 from ...sections import choose_section, fitting_section
@@ -70,7 +70,7 @@ def plan(problem: Problem, layouts: BackwardLayouts, device: Device, determinist
             copies[name] = "the kernel reads it row-major"
             layout = row_major(layout, 4)
         seen[name] = layout
-    for name in (*OPTIONS, *PACKED, "dbias", "dsinks"):
+    for name in (*FORWARD_OPTIONS, *PACKED, "dbias", "dsinks"):
         seen[name] = getattr(layouts, name)
     tiles = kv_tiles(problem, config) * _entries(problem) * problem.kv_heads
     return Plan(
