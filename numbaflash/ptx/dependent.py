@@ -1,7 +1,7 @@
 """Launches that overlap with the one before them on the stream (programmatic dependent launch, compute capability 9.0).
 
-A kernel that `numbaflash.toolchain.prepare` makes ``overlapping`` may begin as soon as every block of the kernel before it has let it, or ended. What that kernel
-has written is there after `wait`, read by plain loads (not by those for data that nobody writes).
+A kernel that `numbaflash.toolchain.prepare` makes ``overlapping`` may begin as soon as every block of the kernel before it has let it, or ended.
+What that kernel has written is there after `wait`, for plain loads (not for those of data that nobody writes).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from ....dispatch import Device, Launch, Layouts, Plan, missing, operands
 from ....problem import ITEMSIZE, Problem
 from ..config import ELEMENTS
 from ..tensor_maps import refusal, row_major
-from .config import LANES, Q_TILE, DecodeConfig, SharedMemory, Workspace, decode_config, items, merge_shares_of, row_tiles
+from .config import LANES, MERGE_TILES, Q_TILE, DecodeConfig, SharedMemory, Workspace, decode_config, items, merge_shares_of, row_tiles
 
 FEATURES = frozenset({"softcap", "alibi_slopes", "sinks", "seqlens_k", "page_table"})
 """`Problem.features` that the kernels have."""
@@ -90,7 +90,7 @@ def launches(plan: Plan) -> list[tuple[toolchain.KernelRequest, list, tuple, int
     if plan.num_splits == 1:
         return [main]
     merges = plan.grid[0] if config.balanced and not config.few_items else items(problem, config)
-    shared_bytes = config.merge_warps * (config.merge_tiles * LANES * 4 * config.kept + LANES * 16) + 1024
+    shared_bytes = config.merge_warps * (MERGE_TILES * LANES * 4 * config.kept + LANES * 16) + 1024
     merge = toolchain.KernelRequest(_BUILD_MERGE, config, _ARCH)
     return [main, (merge, _merge_parameters(plan), (merges * config.row_warps * merge_shares_of(config),), LANES * config.merge_warps, shared_bytes)]
 

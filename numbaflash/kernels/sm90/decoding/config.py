@@ -17,6 +17,9 @@ LANES = 32
 FOUND_BYTES = 16
 """Of what a block tells the kernel that merges about an item: `schedule.Shares.found`."""
 
+MERGE_TILES, MERGED_AT_ONCE = 4, 4
+"""Tiles of 8 columns that a block merges, and partial results that a warp of it has on their way."""
+
 _FEW_ITEMS = 128
 
 
@@ -122,17 +125,7 @@ class DecodeConfig:
     @property
     def merge_warps(self) -> int:
         """Of a block that merges. Where many blocks have little to merge each, their size is what counts."""
-        return 16 if self.few_items else 2
-
-    @property
-    def merge_tiles(self) -> int:
-        """Tiles of 8 columns that a block merges."""
-        return 2 if self.few_items else 4
-
-    @property
-    def merged_at_once(self) -> int:
-        """Partial results that a warp has on their way when it merges."""
-        return 8 if self.few_items else 4
+        return 8 if self.few_items else 2
 
     @property
     def kept(self) -> int:
@@ -194,7 +187,7 @@ class Workspace:
 
 def merge_shares_of(config: DecodeConfig) -> int:
     """Blocks that merge an item."""
-    return -(-config.columns // (8 * config.merge_tiles))
+    return -(-config.columns // (8 * MERGE_TILES))
 
 
 def row_tiles(problem: Problem, config: DecodeConfig) -> int:

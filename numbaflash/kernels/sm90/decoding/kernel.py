@@ -20,7 +20,7 @@ from ....toolchain import KernelSource
 from ...bands import BOUNDS, Band
 from ..scores import Scores, option_types
 from . import merging
-from .config import FOUND_BYTES, Q_TILE, DecodeConfig, SharedMemory, merge_shares_of
+from .config import FOUND_BYTES, MERGE_TILES, MERGED_AT_ONCE, Q_TILE, DecodeConfig, SharedMemory, merge_shares_of
 from .loading import SEEN, STRIDES, Loads, head_of, table_of
 from .schedule import SIZES, WORDS, Shares, entry_of_unit, seek, share_of
 
@@ -247,12 +247,12 @@ def build(config: DecodeConfig) -> KernelSource:
 def build_merge(config: DecodeConfig) -> KernelSource:
     """The kernel that merges what several blocks have computed of an item. Each of its blocks has a share of the columns of an item; its
     warps take turns at the partial results."""
-    partials, of_scores = merging.Partials(config, config.merge_tiles), Scores(config.keys, config.options)
+    partials, of_scores = merging.Partials(config, MERGE_TILES), Scores(config.keys, config.options)
     nothing, add, put_share, merge_shares = partials.nothing(), partials.add(), partials.put_share(), partials.merge_shares(config.merge_warps)
     as_statistics, write, write_lse, finish = partials.as_statistics(), partials.write(), partials.write_lse(), of_scores.finish(config.group)
     merge_warps = config.merge_warps
     balanced, shares, row_warps = config.balanced, merge_shares_of(config), config.row_warps
-    share_bytes = config.merge_tiles * 32 * 4 * config.kept
+    share_bytes = MERGE_TILES * 32 * 4 * config.kept
     places = shared.addresses(0, merge_warps * share_bytes)
 
     def item_of(ops, block, found, sizes):
@@ -268,7 +268,7 @@ def build_merge(config: DecodeConfig) -> KernelSource:
     row_warp_of = straight_line(int32, (int32,), lambda ops, block: block // shares % row_warps)
     results_of = straight_line(int32, (int32, int32), lambda ops, base, warp: base + warp * share_bytes)
     statistics_of = straight_line(int32, (int32, int32), lambda ops, base, warp: base + warp * 512)
-    next_part = straight_line(int32, (int32,), lambda ops, part: part + merge_warps * config.merged_at_once)
+    next_part = straight_line(int32, (int32,), lambda ops, part: part + merge_warps * MERGED_AT_ONCE)
     row_of = straight_line(int32, (int32,) * 3, lambda ops, row_tile, row_warp, lane: (row_tile * row_warps + row_warp) * Q_TILE + (lane >> 2))
 
     def kernel(out, lse, found, slots, out_batch, out_row, out_head, seqlen_q, batch, heads, row_tiles, parts, scale_log2, options):

@@ -12,7 +12,7 @@ from numba.cuda.types import Tuple, UniTuple, float32, int32, uint64, void
 
 from ....ptx.fragment import STATISTICS, fragment
 from ....ptx.straight import straight_line
-from .config import LANES, DecodeConfig, SharedMemory, Workspace
+from .config import LANES, MERGED_AT_ONCE, DecodeConfig, SharedMemory, Workspace
 from .loading import STRIDES
 
 MERGED = UniTuple(float32, 4)
@@ -135,7 +135,7 @@ class Partials:
 
         def body(ops, partial, slots, origin, row_warp, part, count, share, lane, scale_log2):
             parts = [partial]
-            for n in range(config.merged_at_once):
+            for n in range(MERGED_AT_ONCE):
                 number = part + config.merge_warps * n
                 there = number < count
                 number = ops.select(there, number, 0)

@@ -152,8 +152,8 @@ entry_of_unit = straight_line(int32, (int32, UniTuple(int32, 4)), lambda ops, un
 
 
 def seek(shares: Shares):
-    """``total(lane, bounds, sizes, options)``, the length of the line, and ``find(place, lane, bounds, sizes, options)``, the entry at a place of it and
-    where that begins; each by a warp."""
+    """``total(lane, bounds, sizes, options)``, how long the line is, and ``find(place, lane, bounds, sizes, options)``, the entry at a place of it
+    and where that begins; each by a warp."""
     costs, place_in = shares.costs(), shares.place_in()
     add_up = straight_line(int32, (UniTuple(int32, ENTRIES),), lambda ops, costs: costs[0] + costs[1] + (costs[2] + costs[3]))
     next_base = straight_line(int32, (int32,), lambda ops, base: base + ENTRIES * LANES)
