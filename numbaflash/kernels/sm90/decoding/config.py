@@ -21,6 +21,7 @@ MERGE_TILES, MERGED_AT_ONCE = 4, 4
 """Tiles of 8 columns that a block merges, and partial results that a warp of it has on their way."""
 
 _FEW_ITEMS = 128
+_SHARED_BYTES, _RESERVED_BYTES = 227 * 1024, 1024  # of a multiprocessor, and what the system takes of it for each block
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,4 +232,5 @@ def decode_config(problem: Problem, layouts: Layouts | None = None, num_splits: 
         options=options,
         **sizes,
     )
-    return replace(config, few_items=items(problem, config) < _FEW_ITEMS)
+    room = _SHARED_BYTES // (SharedMemory.of(config).total + _RESERVED_BYTES)
+    return replace(config, blocks=min(config.blocks, room), few_items=items(problem, config) < _FEW_ITEMS)
