@@ -10,6 +10,7 @@ from ._version import __version__
 if TYPE_CHECKING:
     from .api import Explanation, backward, explain, forward, merge
     from .block_mask import BlockMask
+    from .decoding import decode
     from .differentiable import attention
     from .environment import env
     from .plotting import plot_mask
@@ -26,6 +27,7 @@ __all__ = [
     "attention_varlen",
     "backward",
     "backward_varlen",
+    "decode",
     "env",
     "explain",
     "forward",
@@ -43,6 +45,7 @@ _HOME = {
     "attention_varlen": "varlen",
     "backward": "api",
     "backward_varlen": "varlen",
+    "decode": "decoding",
     "env": "environment",
     "explain": "api",
     "forward": "api",

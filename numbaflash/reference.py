@@ -8,7 +8,8 @@ For each batch entry and query head,
 
 where ``softcap(x) = c * tanh(x / c)`` and ``alibi = -slope * abs(i + offset - j)``. What a query may see is decided by the band (causal, window),
 the mask and the lengths, and by nothing else: a score of -inf, of a bias for example, is a weight of 0 for a key that is seen. What no query
-sees is selected away, never multiplied by 0. Packed sequences are the entries of a padded batch, with their lengths.
+sees is selected away, never multiplied by 0. Packed sequences are the entries of a padded batch, with their lengths, and pages are brought together
+to contiguous caches.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from .block_mask import BlockMask
-from .problem import DROPOUT_STEPS, MASKS, NEEDS, PACKED, Problem
+from .problem import DROPOUT_STEPS, MASKS, NEEDS, PACKED, PAGE_TABLE, Problem
 
 
 def forward(problem: Problem, q, k, v, *, seed: int = 0, **options) -> tuple[np.ndarray, np.ndarray]:
@@ -33,7 +34,7 @@ def forward(problem: Problem, q, k, v, *, seed: int = 0, **options) -> tuple[np.
         Of dropout, from 0 to below 2**64.
     **options : array_like
         The arrays that `Problem.options` names, of the shapes that the user gave or those of `Problem.shape_of`: mask, block_mask (a `BlockMask`, or
-        the array of bool that it stands for), bias, alibi_slopes, sinks, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k.
+        the array of bool that it stands for), bias, alibi_slopes, sinks, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, page_table.
 
     Returns
     -------
@@ -48,6 +49,10 @@ def forward(problem: Problem, q, k, v, *, seed: int = 0, **options) -> tuple[np.
         packing = Packing.of(problem, options)
         out, lse = forward(packing.padded, *packing.pad(q=q, k=k, v=v), seed=seed, **packing.options)
         return packing.rows(out, "q", 0.0), packing.rows(lse.transpose(0, 2, 1), "q", -np.inf).T
+    if problem.paged:
+        table = options.pop(PAGE_TABLE)
+        k, v = (gather_pages(problem, x, table) for x in (k, v))
+        problem = replace(problem, pages=0, page_size=0, max_pages=0)
     out = np.zeros(problem.out_shape)
     lse = np.full(problem.lse_shape, -np.inf)
     with np.errstate(invalid="ignore", over="ignore"):  # what is masked out may hold anything; what is seen propagates
@@ -121,7 +126,7 @@ def check_options(problem: Problem, options: dict) -> dict:
     check_names(problem, options)
     options = dict(options)
     block_mask = options.pop("block_mask", None)
-    kinds = {"mask": bool, **dict.fromkeys(("seqlens_q", "seqlens_k", *PACKED), np.int64)}
+    kinds = {"mask": bool, **dict.fromkeys(("seqlens_q", "seqlens_k", PAGE_TABLE, *PACKED), np.int64)}
     found = {name: np.asarray(x).astype(kinds.get(name, np.float64)).reshape(problem.shape_of(name)) for name, x in options.items()}
     if block_mask is not None:
         dense = np.asarray(block_mask.to_dense() if isinstance(block_mask, BlockMask) else block_mask).astype(bool)
@@ -180,6 +185,12 @@ def boundaries(cu_seqlens, total: int) -> np.ndarray:
     """Where sequences begin and end, whatever the numbers are: within the rows, and all of them empty where the numbers descend."""
     bounds = np.clip(np.asarray(cu_seqlens, np.int64), 0, total)
     return bounds if (np.diff(bounds) >= 0).all() else np.zeros_like(bounds)
+
+
+def gather_pages(problem: Problem, x, page_table) -> np.ndarray:
+    """(batch, seqlen_k, kv_heads, ...) of the cache (pages, page_size, kv_heads, ...); numbers that are no page count as the nearest one."""
+    pages = np.asarray(page_table)[:, : problem.seqlen_k // problem.page_size]
+    return x[np.clip(pages, 0, max(problem.pages - 1, 0))].reshape(problem.batch, problem.seqlen_k, *x.shape[2:])
 
 
 def lengths(problem: Problem, b: int, seqlens_q=None, seqlens_k=None, **_) -> tuple[int, int]:

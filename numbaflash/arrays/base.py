@@ -61,6 +61,8 @@ class Library:
     """Likewise for `numbaflash.backward`."""
     attention_varlen: Any = None
     """Likewise for `numbaflash.attention_varlen`. (`forward` and `backward` take packed sequences too.)"""
+    decode: Any = None
+    """Likewise for `numbaflash.decode`: a function of q, the caches, lengths, page table and the options."""
     merge: Any = None
     """Set where `numbaflash.merge` cannot use array operations."""
     namespace: Any = None

@@ -68,12 +68,17 @@ class Lender(Library):
         backward = varlen.backward_varlen if PACKED[0] in options else api.backward
         return self._call(backward, {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}, stream, options)
 
+    def decode(self, q, k_cache, v_cache, *, stream, **options):
+        from .. import decoding
+
+        return self._call(decoding.decode, {"q": q, "k_cache": k_cache, "v_cache": v_cache}, stream, options)
+
     def _call(self, function, given: dict, stream, options: dict):
         given |= {name: options.pop(name) for name in ALL_OPERANDS if name in options and name != "seed"}
         if isinstance(given.get("mask"), BlockMask):
             given |= mask_arrays(given["mask"], given["q"], given["k"])
         with self.borrowed(given, stream) as (lent, stream):
-            result = function(stream=stream, **given_mask(lent, lent["q"], lent["k"]), **options)
+            result = function(stream=stream, **given_mask(lent, lent["q"], lent.get("k")), **options)
         return _as_given(result, {lent[name]: x for name, x in given.items() if x is not None})
 
     @contextmanager

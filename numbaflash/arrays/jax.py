@@ -23,12 +23,14 @@ class JAX(Library):
     def forward(self, q, k, v, *, out, lse, stream, **options):
         from ..jax.functions import forward
 
-        for argument, given in (("out", out), ("lse", lse)):
-            if given is not None:
-                raise ValueError(f"{argument} cannot be given with JAX arrays, which are immutable; use the arrays that are returned")
-        if stream is not None:
-            raise ValueError("stream cannot be given with JAX arrays: XLA chooses the stream of every operation")
+        _refuse_places(out, lse, stream)
         return forward(q, k, v, **options)
+
+    def decode(self, q, k_cache, v_cache, *, out, lse, stream, **options):
+        from ..jax.functions import decode
+
+        _refuse_places(out, lse, stream)
+        return decode(q, k_cache, v_cache, **options)
 
     def attention(self, q, k, v, **options):
         from ..jax import attention
@@ -82,6 +84,14 @@ class JAX(Library):
         if device.platform not in ("cpu", "gpu", "cuda"):
             raise ValueError(f"{name} must lie on the CPU or a CUDA device; got {device}")
         return ("cpu", 0) if device.platform == "cpu" else ("cuda", device.local_hardware_id)
+
+
+def _refuse_places(out, lse, stream):
+    for argument, given in (("out", out), ("lse", lse)):
+        if given is not None:
+            raise ValueError(f"{argument} cannot be given with JAX arrays, which are immutable; use the arrays that are returned")
+    if stream is not None:
+        raise ValueError("stream cannot be given with JAX arrays: XLA chooses the stream of every operation")
 
 
 def _default_device():

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nested._internal.nested_tensor import NestedTensor
 
+from ..problem import UnsupportedError
 from .base import Facts, Library
 from .streams import LEGACY_DEFAULT
 
@@ -52,10 +53,20 @@ def _current_stream_function():
 
 
 def _untraced(name, *arrays, **options):
-    from .. import api, varlen
+    from .. import api, decoding, varlen
 
-    function = getattr(varlen, f"{name}_varlen") if "cu_seqlens_q" in options else getattr(api, name)
-    return torch.compiler.disable(function)(*arrays, **options)
+    if "cu_seqlens_q" in options:
+        module, name = varlen, f"{name}_varlen"
+    else:
+        module = decoding if name == "decode" else api
+    return torch.compiler.disable(getattr(module, name))(*arrays, **options)
+
+
+def _unrecorded(*arrays, **options):
+    raise UnsupportedError(
+        "numbaflash.decode cannot be recorded by torch (make_fx, torch.jit.trace, FakeTensorMode and other dispatch modes); call it outside of them. "
+        "torch.compile breaks its graph at the call"
+    )
 
 
 def _operator(name):
@@ -104,6 +115,13 @@ class Torch(Library):
         if is_dynamo_compiling():
             return partial(_untraced, "backward")
         return _operator("backward") if _active_modes() or _is_tracing() else None
+
+    @property
+    def decode(self):
+        """Like `forward`, but there is no operator of it."""
+        if is_dynamo_compiling():
+            return partial(_untraced, "decode")
+        return _unrecorded if _active_modes() or _is_tracing() else None
 
     @property
     def merge(self):
@@ -223,6 +241,8 @@ class Traced(Torch):
     def backward(self):
         return _operator("backward")
 
+    decode = staticmethod(_unrecorded)
+
 
 class Nested(Library):
     """Nested tensors with ``layout=torch.jagged``, which hold packed sequences and their boundaries: `attention` alone takes them."""
@@ -240,7 +260,7 @@ class Nested(Library):
             "v.values(), q.offsets() and k.offsets()"
         )
 
-    forward = backward = attention_varlen = describe = _refuse
+    forward = backward = attention_varlen = decode = describe = _refuse
 
 
 TORCH = Torch()

@@ -20,7 +20,7 @@ from ..problem import (
     check_window,
 )
 from .launches import forward_launch, write_options
-from .operations import FORWARD_ONLY, differentiable, operation
+from .operations import DECODING, FORWARD_ONLY, differentiable, operation
 from .shards import varying_alike
 
 
@@ -192,6 +192,14 @@ def forward(q, k, v, *, scale, causal, window, return_lse, softcap=None, dropout
     options = write_options(arrays, scale, causal, window, softcap, dropout, **more)
     _build_early(options, return_lse, arrays)
     return operation(options, seed if dropout else 0, return_lse, FORWARD_ONLY)(*varying_alike(*arrays.values()))
+
+
+def decode(q, k_cache, v_cache, *, scale, causal, window, softcap, return_lse, num_splits, **arrays):
+    """`numbaflash.decode` for JAX arrays and tracers, with checked options."""
+    arrays = {"q": q, "k": k_cache, "v": v_cache} | {name: arrays[name] for name in OPTIONS if arrays.get(name) is not None}
+    options = write_options(arrays, scale, causal, window, softcap, 0.0, num_splits=num_splits)
+    _build_early(options, return_lse, arrays)
+    return operation(options, 0, return_lse, DECODING)(*varying_alike(*arrays.values()))
 
 
 def _present(arrays):

@@ -7,9 +7,9 @@ import json
 
 from ..arrays import Facts, contiguous_strides
 from ..arrays.jax import local_gpus
-from ..call import MAX_CALLS, WORKSPACE_ALIGNMENT, device_of, plan_backward_call, plan_call
+from ..call import MAX_CALLS, WORKSPACE_ALIGNMENT, device_of, plan_backward_call, plan_call, plan_decode_call
 from ..dispatch import BACKWARD_OPERANDS, family, forced_family, use_family
-from ..problem import ITEMSIZE, NEEDS, PACKED, UnsupportedError, make_packed_problem, make_problem
+from ..problem import ITEMSIZE, NEEDS, PACKED, UnsupportedError, make_decode_problem, make_packed_problem, make_problem
 
 
 def write_options(arrays, scale, causal, window, softcap, dropout, **more) -> str:
@@ -41,10 +41,18 @@ def is_packed(told) -> bool:
     return PACKED[0] in told["arrays"]
 
 
+def decodes(told) -> bool:
+    """Whether it is an operation of `numbaflash.decode`, which tells ``num_splits``."""
+    return "num_splits" in told
+
+
 def problem_of(options, shapes, dtypes):
     told = read_options(options)
     arrays = zip(told["arrays"], zip(shapes[3:], dtypes[3:], strict=True), strict=True)
-    numbers = {name: told[name] for name in ("scale", "causal", "window", "softcap", "dropout")}
+    numbers = {name: told[name] for name in ("scale", "causal", "window", "softcap")}
+    if decodes(told):
+        return make_decode_problem(*shapes[:3], dtypes[:3], **numbers, **dict(arrays))
+    numbers["dropout"] = told["dropout"]
     if is_packed(told):
         numbers |= {name: told[name] for name in ("max_seqlen_q", "max_seqlen_k")}
         return make_packed_problem(*shapes[:3], dtypes[:3], **numbers, **dict(arrays))
@@ -58,7 +66,7 @@ def forward_launch(options: str, with_lse: bool, shapes, dtypes, kind: str, inde
     ``shapes`` and ``dtypes`` are those of `inputs_of`, ``alignments`` pairs of an operand and the bytes that divide its address, where 16 do not.
     """
     plan = forward_plan(options, with_lse, shapes, dtypes, kind, index, alignments)
-    return None if plan is None else family(plan.family).prepare(plan)
+    return None if plan is None else family(plan.family, plan.direction).prepare(plan)
 
 
 @functools.lru_cache(MAX_CALLS)
@@ -67,8 +75,12 @@ def forward_plan(options: str, with_lse: bool, shapes, dtypes, kind: str, index:
     if problem.is_empty:
         return None
     facts = _facts(problem, operands_of("forward", options), kind, index, alignments)
-    with use_family(read_options(options)["family"]):
-        plan = plan_call(problem, facts, with_lse, device_of(facts["q"]))
+    told, device = read_options(options), device_of(facts["q"])
+    with use_family(told["family"]):
+        if decodes(told):
+            plan = plan_decode_call(problem, facts, with_lse, told["num_splits"], device)
+        else:
+            plan = plan_call(problem, facts, with_lse, device)
     _refuse_copies(plan)
     return plan
 

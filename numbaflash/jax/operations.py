@@ -21,6 +21,7 @@ FORWARD_ONLY = (
     "numbaflash.forward cannot be differentiated; call numbaflash.attention, which can, or keep its arguments out of the derivative with "
     "jax.lax.stop_gradient"
 )
+DECODING = "numbaflash.decode cannot be differentiated; keep its arguments out of the derivative with jax.lax.stop_gradient"
 _ONLY_ONCE = "the gradients of numbaflash.attention cannot be differentiated again (second derivatives, as for a gradient penalty or a Hessian)"
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from ..batching import join, steps
 from ..call import MAX_CALLS, WORKSPACE_ALIGNMENT, aligned_workspace
 from ..dispatch import operands_with
-from ..problem import ITEMSIZE
+from ..problem import ITEMSIZE, PAGE_TABLE
 from .abi import (
     DTYPES,
     EXECUTE,
@@ -32,7 +32,7 @@ from .abi import (
     shape_of,
     tell_metadata,
 )
-from .launches import backward_launch, forward_launch, forward_plan, inputs_of, is_packed, operands_of, read_options
+from .launches import backward_launch, decodes, forward_launch, forward_plan, inputs_of, is_packed, operands_of, read_options
 
 TARGETS = {"forward": "numbaflash_forward", "backward": "numbaflash_backward"}
 
@@ -141,7 +141,8 @@ def _service(direction: str, options: str, shapes, dtypes, platform: str, index:
         plan = forward_plan(options, len(written) == 2, *kind)
         return forward_launch(options, len(written) == 2, *kind), plan.workspace_bytes if plan else 0
 
-    joined, offsets = (None if outer else shapes) if packed else join(shapes, axes, told["dropout"] > 0), [{}]
+    apart = packed or PAGE_TABLE in inputs  # several have no row-major arrays that hold them as one
+    joined, offsets = (None if outer else shapes) if apart else join(shapes, axes, told["dropout"] > 0), [{}]
     launch, needed = (None, 0) if joined is None else prepare(joined, alignments)
     # The room is that of the parts together, which need not do for all of them as one: then one after the other.
     if joined is None or (platform != "cpu" and needed and needed + WORKSPACE_ALIGNMENT > room):
@@ -153,7 +154,7 @@ def _service(direction: str, options: str, shapes, dtypes, platform: str, index:
             raise ValueError(f"the operation needs {needed} bytes of workspace on GPU {index} and got {room}; it was traced for other GPUs")
     if launch is None:
         return None
-    order = operands_with(tuple(told["arrays"]), told["dropout"] > 0, direction)
+    order = operands_with(tuple(told["arrays"]), told["dropout"] > 0, "decode" if decodes(told) else direction)
     nothing = len(names) + (room > 0)
     places = {name: n for n, name in enumerate(names)} | {"seed": nothing + 1, "workspace": nothing + 2 if needed else nothing}
     return _Service(

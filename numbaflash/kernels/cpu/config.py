@@ -20,6 +20,7 @@ Q_TILE_BYTES = 512 * 1024  # packed queries and output of a tile: half of an L2 
 PACKING_ROWS = 10  # packing a number of K or V takes 0.3 cycles, a row of queries 1/32 cycle for each
 PART_KEYS = 256
 MOST_ROWS = 6  # of the form "rows"; at 8 rows, a panel of one vector is faster
+PAGED_Q_TILE = 64  # rows that pages are brought together for
 FLOPS, BYTES_PER_SECOND = 1.2e11, 2e10  # of a core, roughly
 THREAD_WORK = 30e-6  # seconds; waking a thread takes 5 to 10 microseconds, on a busy machine much more
 
@@ -131,7 +132,7 @@ def choose_q_tile(problem, kernel, rows, heads, threads) -> int:
     and values are read once.
     """
     if kernel.form == "rows":
-        return rows
+        return min(rows, PAGED_Q_TILE) if problem.paged else rows
     columns = problem.head_dim + problem.head_dim_v
     most = max(kernel.panel, min(MAX_Q_TILE, Q_TILE_BYTES // (columns * COMPUTE[problem.dtype].bitwidth // 8)))
     tiles = []

@@ -21,6 +21,7 @@ from .config import Kernel
 from .convert import COMPUTE, ITEMSIZE, elements, packing
 from .driver import next_item
 from .microkernel import dot_products, tile_product
+from .pages import paging
 from .scores import NOTHING, options_at
 from .vector import Simd, add_lanes, jit, max_lane, maximum, select, words
 
@@ -76,6 +77,8 @@ def build(kernel: Kernel):
     changes_scores, can_be_dead, lists_bytes = options.changes_scores, options.can_be_dead, options.lists_bytes
     to_natural = 1 / score_options.score_unit(kernel)
     place_of = placing(kernel)
+    paged = "page_table" in kernel.options
+    row_of, gather = paging(kernel)
 
     @jit
     def load_row(args, source, query):
@@ -199,20 +202,35 @@ def build(kernel: Kernel):
         tile_first, tile_last = part_of_keys(args, tile_first, tile_last, split)
         scores, alpha, scratch = work + args.at_scores, work + args.at_alpha, work + args.at_sums
         mask_tile, bias_tile = work + args.at_mask_tile, work + args.at_bias_tile
-        keys_in_place = args.k_dim == stored_size and args.key_columns == args.head_dim
-        values_in_place = args.v_dim == stored_size and args.value_columns == args.head_dim_v
-        for block in range(tile_first, tile_last, args.kv_tile):
-            n_keys = min(args.kv_tile, tile_last - block)
+        k_head, v_head = k + kv_head * args.k_head, v + kv_head * args.v_head
+        block_end = tile_first
+        while block_end < tile_last:
+            block, n_keys = block_end, keys_of_block(args, block_end, tile_last)
+            block_end += n_keys
             if has_mask and not look_at_block(args, work, n_rows, block, n_keys):
                 continue
-            keys, key_stride = k + batch * args.k_batch + (first_k + block) * args.k_row + kv_head * args.k_head, args.k_row
-            values, value_stride = v + batch * args.v_batch + (first_k + block) * args.v_row + kv_head * args.v_head, args.v_row
-            if not keys_in_place:
-                pack(keys, args.k_row, args.k_dim, n_keys, args.head_dim, work + args.at_keys, n_keys, args.key_columns)
-                keys, key_stride = work + args.at_keys, query_bytes
-            if not values_in_place:
-                pack(values, args.v_row, args.v_dim, n_keys, args.head_dim_v, work + args.at_values, n_keys, args.value_columns)
-                values, value_stride = work + args.at_values, output_bytes
+            keys_in_place = args.k_dim == stored_size and args.key_columns == args.head_dim
+            values_in_place = args.v_dim == stored_size and args.value_columns == args.head_dim_v
+            if paged:
+                one_page = block % args.page_size + n_keys <= args.page_size
+                keys_in_place, values_in_place = keys_in_place and one_page, values_in_place and one_page
+                keys, key_stride = row_of(args, at, k_head, args.k_batch, args.k_row, batch, block), args.k_row
+                values, value_stride = row_of(args, at, v_head, args.v_batch, args.v_row, batch, block), args.v_row
+                if not keys_in_place:
+                    keys, key_stride = work + args.at_keys, query_bytes
+                    gather(args, at, k_head, args.k_batch, args.k_row, args.k_dim, batch, block, n_keys, args.head_dim, keys, args.key_columns)
+                if not values_in_place:
+                    values, value_stride = work + args.at_values, output_bytes
+                    gather(args, at, v_head, args.v_batch, args.v_row, args.v_dim, batch, block, n_keys, args.head_dim_v, values, args.value_columns)
+            else:
+                keys, key_stride = k_head + batch * args.k_batch + (first_k + block) * args.k_row, args.k_row
+                values, value_stride = v_head + batch * args.v_batch + (first_k + block) * args.v_row, args.v_row
+                if not keys_in_place:
+                    pack(keys, args.k_row, args.k_dim, n_keys, args.head_dim, work + args.at_keys, n_keys, args.key_columns)
+                    keys, key_stride = work + args.at_keys, query_bytes
+                if not values_in_place:
+                    pack(values, args.v_row, args.v_dim, n_keys, args.head_dim_v, work + args.at_values, n_keys, args.value_columns)
+                    values, value_stride = work + args.at_values, output_bytes
             for r in range(n_rows):
                 begin, end = seen_of_block(args, work, r, block, n_keys)
                 lists = work + args.at_lists + r * lists_bytes
@@ -235,6 +253,14 @@ def build(kernel: Kernel):
                         weigh_seen_values(values, value_stride, values_in_place, n_vectors, scores, output, alpha, begin, end, mask_tile)
                         continue
                     weigh_values(values, value_stride, values_in_place, args.value_columns // lanes, scores, output, alpha, begin, end)
+
+    @jit
+    def keys_of_block(args, first, last):
+        """Keys of the block that begins with one: of a single page where pages are large enough, so that they are read in place."""
+        n_keys = min(args.kv_tile, last - first)
+        if paged and args.page_size >= args.kv_tile:
+            n_keys = min(n_keys, args.page_size - first % args.page_size)
+        return n_keys
 
     @jit
     def rows_of(args, entry, first_row):

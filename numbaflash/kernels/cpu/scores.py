@@ -42,11 +42,12 @@ OPTION_INTEGERS = (
     *("alibi_slopes_batch", "alibi_slopes_head", "sinks_head"),
     *(f"{name}_{what}" for name in ("seqlens_q", "seqlens_k") for what in ("step", "size")),
     *("offset_per_entry", "keep_limit", "mask_bits"),
+    *("page_table_batch", "page_table_step", "pages", "page_size"),
     *(f"at_{tile}" for tile in TILES),
 )
 OPTION_NUMBERS = ("softcap", "keep_factor")
 """
-``{option}_{axis}`` are strides, ``{lengths}_step`` another one and ``{lengths}_size`` the bytes of a length. ``softcap`` is in the units of the
+``{option}_{axis}`` are strides, ``{option}_step`` another one and ``{lengths}_size`` the bytes of a length. ``softcap`` is in the units of the
 scores; ``keep_limit`` and ``keep_factor`` say which weights dropout keeps, and what they are multiplied by. ``mask_bits`` are the bytes from the
 words of a block mask to its bits.
 """
@@ -125,6 +126,9 @@ def set_option_arguments(args, problem, layouts, kernel: Kernel) -> None:
             args[f"{name}_step"] = layout.strides[0]
             args[f"{name}_size"] = 8 if getattr(problem, name) == "int64" else 4
     args["offset_per_entry"] = problem.offset_per_entry
+    if problem.paged:
+        args["page_table_batch"], args["page_table_step"] = layouts.page_table.strides
+        args["pages"], args["page_size"] = problem.pages, problem.page_size
     if problem.softcap:
         args["softcap"] = problem.softcap * score_unit(kernel)
     if problem.dropout:
