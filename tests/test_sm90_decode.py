@@ -206,7 +206,7 @@ def test_parts_cover_all_keys_once(lengths, blocks, splits, seqlen_q, window, dt
         assert sorted(number for *_, number, _ in told) == list(range(items(p, config))), "each item is begun once"
         for count, block, number, _ in told:
             entry, rest = divmod(number, p.kv_heads * row_tiles(p, config))
-            mine = slots[entry, *divmod(rest, row_tiles(p, config))]
+            mine = slots[(entry, *divmod(rest, row_tiles(p, config)))]
             assert mine == ([-1] if count == 0 else [2 * (block + n) + (n == 0) for n in range(count)]), "where the merge looks for them"
     elif splits > 1:
         for number, mine in enumerate(slots.values()):
