@@ -50,9 +50,7 @@ def forward(problem: Problem, q, k, v, *, seed: int = 0, **options) -> tuple[np.
         out, lse = forward(packing.padded, *packing.pad(q=q, k=k, v=v), seed=seed, **packing.options)
         return packing.rows(out, "q", 0.0), packing.rows(lse.transpose(0, 2, 1), "q", -np.inf).T
     if problem.paged:
-        table = options.pop(PAGE_TABLE)
-        k, v = (gather_pages(problem, x, table) for x in (k, v))
-        problem = replace(problem, pages=0, page_size=0, max_pages=0)
+        problem, k, v = without_pages(problem, k, v, options.pop(PAGE_TABLE))
     out = np.zeros(problem.out_shape)
     lse = np.full(problem.lse_shape, -np.inf)
     with np.errstate(invalid="ignore", over="ignore"):  # what is masked out may hold anything; what is seen propagates
@@ -187,10 +185,11 @@ def boundaries(cu_seqlens, total: int) -> np.ndarray:
     return bounds if (np.diff(bounds) >= 0).all() else np.zeros_like(bounds)
 
 
-def gather_pages(problem: Problem, x, page_table) -> np.ndarray:
-    """(batch, seqlen_k, kv_heads, ...) of the cache (pages, page_size, kv_heads, ...); numbers that are no page count as the nearest one."""
-    pages = np.asarray(page_table)[:, : problem.seqlen_k // problem.page_size]
-    return x[np.clip(pages, 0, max(problem.pages - 1, 0))].reshape(problem.batch, problem.seqlen_k, *x.shape[2:])
+def without_pages(problem: Problem, k, v, page_table) -> tuple[Problem, np.ndarray, np.ndarray]:
+    """The same problem of contiguous caches, and these; page numbers that are no page count as the nearest one."""
+    pages = np.clip(np.asarray(page_table)[:, : problem.seqlen_k // problem.page_size], 0, max(problem.pages - 1, 0))
+    k, v = (np.asarray(x)[pages].reshape(problem.batch, problem.seqlen_k, *x.shape[2:]) for x in (k, v))
+    return replace(problem, pages=0, page_size=0, max_pages=0), k, v
 
 
 def lengths(problem: Problem, b: int, seqlens_q=None, seqlens_k=None, **_) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .. import reference
-from ..problem import Problem
+from ..problem import PAGE_TABLE, Problem
 from .arithmetic import PRECISION, Scores, fill, fill_gradients, is_torch, module_of, new
 from .cases import rows_within_lengths, taking_part, visible_pairs
 from .libraries import to_float64
@@ -96,6 +96,9 @@ def expected(problem: Problem, q, k, v, *, seed: int = 0, **options) -> Expected
         known = expected(padded.problem, *padded.pad(q=q, k=k, v=v), seed=seed, **padded.options)
         nobody = {"out": 0.0, "lse": -math.inf, "out_tolerance": 0.0, "lse_tolerance": 0.0}
         return Expected(**{name: padded.rows(getattr(known, name), "lse" if "lse" in name else "q", x) for name, x in nobody.items()})
+    if problem.paged:
+        options = dict(options)
+        problem, k, v = reference.without_pages(problem, k, v, options.pop(PAGE_TABLE))
     if is_torch(q):
         xp, (q, k, v) = sys.modules["torch"], (to_float64(x) for x in (q, k, v))
     else:
