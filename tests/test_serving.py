@@ -102,9 +102,8 @@ def test_loads_that_make_no_sense_are_refused(given):
 
 
 def test_the_benchmark_compares_and_bounds(capsys):
-    options = serving.parse(
-        ["--requests", "4", "--prompt", "16", "--answer", "4", "--slots", "2", "--chunk", "8", "--layers", "1", "--hidden", "32", "--heads", "4/2", "--head-dim", "8", "--rounds", "2", "--rate", "1000"]
-    )
+    words = "--requests 4 --prompt 16 --answer 4 --slots 2 --chunk 8 --layers 1 --hidden 32 --heads 4/2 --head-dim 8 --rounds 2 --rate 1000"
+    options = serving.parse(words.split(" "))
     figures = serving.measure(options, "cpu", torch.float32)
     assert set(figures) == {"numbaflash", "torch", "none"} and all(len(rounds) == 2 for rounds in figures.values())
     told = serving.table(figures)

@@ -1,7 +1,7 @@
 """A small transformer server: what attention is worth to those who wait for tokens.
 
-``model`` is a decoder with random weights, ``engines`` are the ways to compute its attention over a cache (numbaflash's and PyTorch's, and none at all,
-which bounds what any attention could gain), ``loop`` serves requests as they arrive, and ``figures`` says what they saw. It needs PyTorch.
+``model`` is a decoder with random weights, ``engines`` are the ways to compute its attention over a cache (numbaflash's and PyTorch's, and none at
+all, which bounds what any attention could gain), ``loop`` serves requests as they arrive, and ``figures`` says what they saw. It needs PyTorch.
 """
 
 from __future__ import annotations

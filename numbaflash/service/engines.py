@@ -1,7 +1,7 @@
 """Ways to compute the attention of a server's model over a cache of keys and values.
 
-An engine serves a fixed number of slots, a sequence each. Prompts come in chunks of one slot, answers a token a step for all slots at once; a slot that
-is not answering has a length below 0.
+An engine serves a fixed number of slots, a sequence each. Prompts come in chunks of one slot, answers a token a step for all slots at once; a slot
+that is not answering has a length below 0.
 """
 
 from __future__ import annotations
