@@ -10,7 +10,7 @@ from ._version import __version__
 if TYPE_CHECKING:
     from .api import Explanation, backward, explain, forward, merge
     from .block_mask import BlockMask
-    from .decoding import decode
+    from .decoding import DecodePlan, decode, plan_decode
     from .differentiable import attention
     from .environment import env
     from .plotting import plot_mask
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BlockMask",
+    "DecodePlan",
     "Explanation",
     "UnsupportedError",
     "__version__",
@@ -33,12 +34,14 @@ __all__ = [
     "forward",
     "forward_varlen",
     "merge",
+    "plan_decode",
     "plot_mask",
     "warmup",
 ]
 
 _HOME = {
     "BlockMask": "block_mask",
+    "DecodePlan": "decoding",
     "Explanation": "explanation",
     "UnsupportedError": "problem",
     "attention": "differentiable",
@@ -51,6 +54,7 @@ _HOME = {
     "forward": "api",
     "forward_varlen": "varlen",
     "merge": "api",
+    "plan_decode": "decoding",
     "plot_mask": "plotting",
     "warmup": "toolchain.warmup",
 }

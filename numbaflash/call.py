@@ -40,6 +40,7 @@ class Call:
     ----------
     direction : str
         "forward", "backward" or "decode".
+    problem : Problem
     operands : tuple of str
         In the order in which the launch takes their addresses.
     plan : Plan or None
@@ -63,6 +64,7 @@ class Call:
     """
 
     direction: str
+    problem: Problem
     operands: tuple[str, ...]
     plan: dispatch.Plan | None
     launch: Callable | None
@@ -150,9 +152,14 @@ def prepare_backward(key, library: Library, arrays: dict, options: dict, needs: 
 
 def prepare_decode(key, library: Library, arrays: dict, options: dict, with_lse: bool, num_splits: int | None) -> Call:
     """The same for a call of `numbaflash.decode`."""
+    return _remember(key, decode_call(library, arrays, options, with_lse, num_splits))
+
+
+def decode_call(library: Library, arrays: dict, options: dict, with_lse: bool, num_splits: int | None) -> Call:
+    """Such a call, which nobody else finds."""
     facts, problem = describe(library, arrays, options, "decode")
     plan = None if problem.is_empty else plan_decode_call(problem, facts, with_lse, num_splits, device_of(facts["q"]))
-    return _remember(key, _call("decode", library, arrays["q"], facts, problem, plan))
+    return _call("decode", library, arrays["q"], facts, problem, plan)
 
 
 def run(
@@ -263,6 +270,7 @@ def _call(direction, library, like, facts, problem, plan) -> Call:
     on_gpu = q.kind == "cuda"
     return Call(
         direction=direction,
+        problem=problem,
         operands=dispatch.operands(problem, direction),
         plan=plan,
         launch=launch,
@@ -272,7 +280,7 @@ def _call(direction, library, like, facts, problem, plan) -> Call:
         index=q.index or 0 if on_gpu else None,
         facts=facts,
         simple=launch is not None and not plan.copies,
-        apart=_apart(facts, problem, direction) if any(name in facts for name in RESULTS[direction]) else None,
+        apart=apart_of(facts, problem, direction) if any(name in facts for name in RESULTS[direction]) else None,
     )
 
 
@@ -294,7 +302,7 @@ def _remember(key, call: Call) -> Call:
     return call
 
 
-def _apart(facts: dict[str, Facts], problem: Problem, direction: str):
+def apart_of(facts: dict[str, Facts], problem: Problem, direction: str):
     """See `Call.apart`. It runs in every call with given results, so it is compiled to one flat expression of the addresses."""
     operands = dispatch.operands(problem, direction)
     ends = {name: extent(0, each.shape, each.strides, ITEMSIZE[each.dtype]) for name, each in facts.items()}

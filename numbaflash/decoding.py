@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import numpy as np
 
 from .arrays import LIBRARIES, one_library
-from .call import run
+from .call import aligned_workspace, apart_of, called, check_apart, decode_call, device_of, run
+from .dispatch import contiguous_strides
+from .explanation import Explanation, explain_plan
 from .problem import (
+    ITEMSIZE,
     check_cache_lengths,
     check_causal,
     check_flag,
     check_num_splits,
     check_page_numbers,
+    check_result,
     check_scale,
     check_softcap,
     check_window,
 )
 
-__all__ = ["decode"]
+__all__ = ["DecodePlan", "decode", "plan_decode"]
+
+MOST_KINDS_OF_RESULTS = 16
+"""Kinds of results, given by the caller, that a plan remembers."""
 
 
 def decode(
@@ -118,12 +126,7 @@ def decode(
     arrays = {"q": q, "k": k_cache, "v": v_cache, "seqlens_k": seqlens_k, "page_table": page_table}
     arrays |= {"alibi_slopes": alibi_slopes, "sinks": sinks}
     library = _library(arrays | {"out": out, "lse": lse})
-    options = {
-        "scale": None if scale is None else check_scale(scale, 1),
-        "causal": check_causal(causal),
-        "window": check_window(window),
-        "softcap": check_softcap(softcap),
-    }
+    options = _options(scale, causal, window, softcap)
     return_lse, num_splits = check_flag("return_lse", return_lse), check_num_splits(num_splits)
     _check_values(arrays)
     if library.decode is not None:
@@ -134,16 +137,314 @@ def decode(
     return (found["out"], found["lse"]) if return_lse else found["out"]
 
 
+def plan_decode(
+    q,
+    k_cache,
+    v_cache,
+    seqlens_k,
+    page_table=None,
+    *,
+    scale=None,
+    causal=False,
+    window=None,
+    softcap=None,
+    alibi_slopes=None,
+    sinks=None,
+    return_lse=False,
+    num_splits=None,
+):
+    """A plan for many calls of `decode` with arrays of one kind, as in a loop that generates tokens.
+
+    Everything that `decode` decides and allocates is decided and allocated here. What the arrays hold is not read: lengths may grow from run to run.
+
+    Parameters
+    ----------
+    q, k_cache, v_cache, seqlens_k, page_table, scale, causal, window, softcap, return_lse, num_splits
+        As `decode` takes them. Arrays that only lend their memory (DLPack, ``__cuda_array_interface__``, Numba) are borrowed anew in each run. There
+        are no plans of JAX arrays.
+    alibi_slopes, sinks : array, optional
+        As `decode` takes them. The plan keeps them, and each run reads what they hold then.
+
+    Returns
+    -------
+    DecodePlan
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError
+        As `decode`; TypeError for JAX arrays, ValueError for arrays that a kernel could read from a copy only.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import numbaflash as nf
+    >>> k_cache, v_cache = np.zeros((2, 4, 100, 2, 64), np.float32)
+    >>> q, lengths = np.ones((4, 1, 8, 64), np.float32), np.full(4, 7)
+    >>> plan = nf.plan_decode(q, k_cache, v_cache, lengths)
+    >>> for _ in range(3):
+    ...     lengths += 1
+    ...     out = plan.run(q, k_cache, v_cache, lengths)
+    >>> out.shape
+    (4, 1, 8, 64)
+    """
+    arrays = {"q": q, "k": k_cache, "v": v_cache, "seqlens_k": seqlens_k, "page_table": page_table}
+    arrays |= {"alibi_slopes": alibi_slopes, "sinks": sinks}
+    library = _library(arrays)
+    if library.no_plans:
+        raise TypeError(f"q must not be an array of {library.name} in a plan: {library.no_plans}")
+    options = _options(scale, causal, window, softcap)
+    more = {"return_lse": check_flag("return_lse", return_lse), "num_splits": check_num_splits(num_splits)}
+    arrays = {name: x for name, x in arrays.items() if x is not None}
+    if not library.lends:
+        if library.decode is not None:
+            return library.untraced(DecodePlan)(library, arrays, options, **more)
+        return DecodePlan(library, arrays, options, **more)
+    with library.borrowed({called(name, "decode"): x for name, x in arrays.items()}) as (lent, _):
+        arrays = {name: lent[called(name, "decode")] for name in arrays}
+        return DecodePlan(LIBRARIES[type(arrays["q"])], arrays, options, **more, lender=library)
+
+
+class DecodePlan:
+    """What `plan_decode` returns: call `run`, again and again.
+
+    Results and workspace belong to the plan: the next run overwrites what the last one returned, so runs must follow each other on one stream, or
+    wait. Keep the plan until its work is done. Runs can be captured in a CUDA graph, and replayed while the lengths grow.
+
+    Attributes
+    ----------
+    plan : Plan or None
+        How it is computed; None where no result has an element.
+    out : array, (batch, seqlen_q, heads, head_dim_v)
+        Where a run writes that is not told another place.
+    lse : array, (batch, heads, seqlen_q), or None
+        Likewise; None without ``return_lse``.
+    """
+
+    def __init__(self, library, arrays, options, *, return_lse, num_splits, lender=None):
+        call, out, lse = _with_results(library, arrays, options, return_lse, num_splits)
+        if call.plan is not None and call.plan.copies:
+            told = "; ".join(f"{called(name, 'decode')}: {reason}" for name, reason in call.plan.copies.items())
+            raise ValueError(f"a plan allocates nothing when it runs, so its arrays must be readable where they lie; copy them first ({told})")
+        self.plan, self.out, self.lse = call.plan, out, lse
+        self._library, self._call, self._lender = library, call, lender
+        self._inspect, self._launch, self._current_stream = library.inspect, call.launch, call.current_stream
+        self._workspace = None if call.workspace is None else call.workspace(None)
+        self._q_key, self._k_key, self._v_key, self._lengths_key = (library.inspect(arrays[name])[1] for name in ("q", "k", "v", "seqlens_k"))
+        self._table_key = library.inspect(arrays["page_table"])[1] if "page_table" in arrays else None
+        self._options = [arrays[name] for name in ("alibi_slopes", "sinks") if name in arrays]
+        self._options_at = tuple(map(library.address, self._options))
+        self._out_at, self._lse_at = library.address(out), library.address(lse) if return_lse else 0
+        self._workspace_at = aligned_workspace(library.address(self._workspace)) if call.workspace is not None else 0
+        self._checked = _checks()
+        self._apart = {}  # of kinds of results that callers gave
+
+    def run(self, q, k_cache, v_cache, seqlens_k, page_table=None, *, out=None, lse=None, stream=None):
+        """`decode` with arrays of the planned kind: library, shapes, strides, dtypes, device and alignment.
+
+        Nothing is allocated, and the host does not wait for the device.
+
+        Parameters
+        ----------
+        q, k_cache, v_cache, seqlens_k, page_table
+            As `decode` takes them.
+        out : array, (batch, seqlen_q, heads, head_dim_v), optional
+            Where to write the result, row-major, instead of the plan's own array.
+        lse : array, (batch, heads, seqlen_q), optional
+            Likewise; only for a plan with ``return_lse``.
+        stream
+            As in `decode`.
+
+        Returns
+        -------
+        out : array, (batch, seqlen_q, heads, head_dim_v)
+            The plan's own, which the next run overwrites, or the one given.
+        lse : array, (batch, heads, seqlen_q), only for a plan with ``return_lse``
+
+        Raises
+        ------
+        TypeError, ValueError
+            For an array of another kind than planned; the message says in what it differs.
+        """
+        if self._lender is not None:
+            return self._run_lent(q, k_cache, v_cache, seqlens_k, page_table, out, lse, stream)
+        if self._library.decode is not None:  # torch records
+            return self._library.untraced(self._run)(q, k_cache, v_cache, seqlens_k, page_table, out, lse, stream)
+        return self._run(q, k_cache, v_cache, seqlens_k, page_table, out, lse, stream)
+
+    def _run(self, q, k_cache, v_cache, seqlens_k, page_table, out, lse, stream):
+        inspect, library, kind = self._inspect, self._library, LIBRARIES.get
+        table_at, table_key, as_planned = 0, None, False
+        if kind(type(q)) is kind(type(k_cache)) is kind(type(v_cache)) is kind(type(seqlens_k)) is library:
+            q_at, q_key = inspect(q)
+            k_at, k_key = inspect(k_cache)
+            v_at, v_key = inspect(v_cache)
+            lengths_at, lengths_key = inspect(seqlens_k)
+            if page_table is not None and kind(type(page_table)) is library:
+                table_at, table_key = inspect(page_table)
+            as_planned = (
+                q_key == self._q_key
+                and k_key == self._k_key
+                and v_key == self._v_key
+                and lengths_key == self._lengths_key
+                and table_key == self._table_key
+                and q_at
+                and k_at
+                and v_at
+                and lengths_at
+            )
+        if not as_planned:
+            arrays = {"q": q, "k": k_cache, "v": v_cache, "seqlens_k": seqlens_k, "page_table": page_table}
+            q_at, k_at, v_at, lengths_at, table_at = self._addresses(arrays)
+        if self._checked:
+            _check_values({"k": k_cache, "seqlens_k": seqlens_k, "page_table": page_table})
+        place, handle = (None, self._current_stream()) if stream is None else self._call.on(stream)
+        end = *self._options_at, lengths_at, table_at, self._workspace_at
+        if self._table_key is None:
+            end = *self._options_at, lengths_at, self._workspace_at
+        addresses = q_at, k_at, v_at, self._out_at, self._lse_at, *end
+        if out is not None or lse is not None:
+            addresses = self._with_places(out, lse, addresses)
+        if self._launch is not None:
+            self._launch(addresses, handle)
+        if place is not None:
+            used = (q, k_cache, v_cache, seqlens_k, page_table, out, lse, self.out, self.lse, self._workspace)
+            library.used_on(place, [x for x in used if x is not None])
+        out = self.out if out is None else out
+        library.written(out)
+        if self.lse is None:
+            return out
+        lse = self.lse if lse is None else lse
+        library.written(lse)
+        return out, lse
+
+    def _run_lent(self, q, k_cache, v_cache, seqlens_k, page_table, out, lse, stream):
+        given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "seqlens_k": seqlens_k, "page_table": page_table, "out": out, "lse": lse}
+        for name, x in given.items():
+            if x is not None and LIBRARIES.get(type(x)) is not self._lender:
+                _library_differs(name, x, self._lender)
+        with self._lender.borrowed(given, stream) as (lent, stream):
+            self._run(*lent.values(), stream)
+        out = self.out if out is None else out
+        return out if self.lse is None else (out, self.lse if lse is None else lse)
+
+    def _addresses(self, arrays):
+        """Addresses of arrays that are not just what was planned; an error where that matters."""
+        found = []
+        for name, x in arrays.items():
+            argument, planned = called(name, "decode"), self._call.facts.get(name)
+            if (x is None) != (planned is None):
+                told = ("none", "one") if planned is None else ("one", "none")
+                raise ValueError(f"{argument}: the plan has {told[0]}; got {told[1]}. Make another plan with numbaflash.plan_decode")
+            if x is None:
+                found.append(0)
+                continue
+            if LIBRARIES.get(type(x)) is not self._library:
+                _library_differs(argument, x, self._library)
+            facts = self._library.describe(x, argument)
+            for what, got, want in (
+                ("shape", facts.shape, planned.shape),
+                ("dtype", facts.dtype, planned.dtype),
+                ("device", facts.place, planned.place),
+                ("strides", facts.strides, planned.strides),
+            ):
+                if got != want and (what != "strides" or _strides_differ(facts, planned)):
+                    raise ValueError(f"{argument} must have the planned {what} {want}; got {got}. Make another plan with numbaflash.plan_decode")
+            if 0 not in facts.shape:
+                alignment = min(16, planned.address & -planned.address)
+                if not facts.address:
+                    raise ValueError(f"{argument} has no memory: it was deleted or released before the call")
+                if facts.address % alignment:
+                    raise ValueError(f"{argument} must lie at an address that {alignment} bytes divide, as planned; copy it first")
+            found.append(facts.address)
+        return found
+
+    def _with_places(self, out, lse, addresses):
+        """The addresses with those of the results that the caller gave."""
+        library, kinds, places = self._library, [], dict(zip(self._call.operands, addresses, strict=True))
+        for name, x in (("out", out), ("lse", lse)):
+            if x is not None:
+                if LIBRARIES.get(type(x)) is not library:
+                    _library_differs(name, x, library)
+                places[name], kind = library.inspect_result(x)
+                kinds.append((name, kind))
+        facts, apart = self._apart.get(tuple(kinds), (None, None))
+        if apart is None:
+            facts = self._call.facts | {name: self._place(name, x) for name, x in (("out", out), ("lse", lse)) if x is not None}
+            apart = apart_of(facts, self._call.problem, "decode")
+            if len(self._apart) >= MOST_KINDS_OF_RESULTS:
+                self._apart.clear()
+            self._apart[tuple(kinds)] = facts, apart
+        addresses = tuple(places.values())
+        if not apart(*addresses):
+            check_apart(facts, places, "decode")
+        return addresses
+
+    def _place(self, name, x):
+        """Facts of a result that the caller gave, which must lie as the plan's own does."""
+        problem, facts, planned = self._call.problem, self._library.describe(x, name), self._call.facts["q"].place
+        if name == "lse" and self.lse is None:
+            raise ValueError("lse was given, and the plan computes none; make it with return_lse=True")
+        check_result(name, facts.shape, facts.dtype, want_shape=problem.shape_of(name), want_dtype=problem.dtype_of(name), readonly=facts.readonly)
+        if facts.place != planned:
+            raise ValueError(f"{name} must lie on {planned}, as planned; got {facts.place}")
+        row_major = replace(facts, strides=contiguous_strides(facts.shape, ITEMSIZE[facts.dtype]))
+        if 0 not in facts.shape and (facts.address & 15 or _strides_differ(facts, row_major)):
+            raise ValueError(f"{name} must be row-major and lie at an address that 16 bytes divide; got strides {facts.strides} (bytes)")
+        return facts
+
+    def explain(self) -> Explanation:
+        """How it is computed, as `numbaflash.explain` says it."""
+        return Explanation(self._call.problem, device_of(self._call.facts["q"]), None) if self.plan is None else explain_plan(self.plan)
+
+    def __repr__(self):
+        problem = self._call.problem
+        how = "nothing to compute" if self.plan is None else f"{self.plan.family} on {self.plan.device.name}"
+        pages = f", {problem.max_pages} pages of {problem.page_size} each" if problem.paged else ""
+        return f"DecodePlan({how}: {problem.dtype}, q {problem.q_shape}, k {problem.k_shape}, v {problem.v_shape}{pages})"
+
+
+def _with_results(library, arrays, options, return_lse, num_splits):
+    """(call, out, lse): the call as plans of new results are made, or of these where they lie otherwise."""
+    call = decode_call(library, arrays, options, return_lse, num_splits)
+    out, lse = call.new["out"](None), call.new["lse"](None) if return_lse else None
+    results = {name: x for name, x in (("out", out), ("lse", lse)) if x is not None}
+    if any(library.address(x) & 15 for x in results.values()):  # less than every plan takes for granted
+        call = decode_call(library, arrays | results, options, return_lse, num_splits)
+    return call, out, lse
+
+
+def _strides_differ(facts, planned):
+    """Along axes of more than one element, where there are any."""
+    return 0 not in facts.shape and any(n > 1 and a != b for n, a, b in zip(facts.shape, facts.strides, planned.strides, strict=True))
+
+
+def _library_differs(argument, x, library):
+    raise TypeError(f"{argument} must be an array of {library.name}, as planned; got {type(x).__name__}")
+
+
+def _options(scale, causal, window, softcap):
+    """Options that are numbers, checked as far as they can be without a look at the arrays."""
+    return {
+        "scale": None if scale is None else check_scale(scale, 1),
+        "causal": check_causal(causal),
+        "window": check_window(window),
+        "softcap": check_softcap(softcap),
+    }
+
+
 def _library(arrays):
     if arrays["seqlens_k"] is None:
         raise TypeError("seqlens_k must be an array of int32 or int64, (batch,): the valid keys of each sequence; got None")
-    names = {"k": "k_cache", "v": "v_cache"}
-    return one_library(**{names.get(name, name): x for name, x in arrays.items() if x is not None or name in ("q", "k", "v")})
+    return one_library(**{called(name, "decode"): x for name, x in arrays.items() if x is not None or name in ("q", "k", "v")})
+
+
+def _checks() -> bool:
+    return os.environ.get("NUMBAFLASH_CHECK", "0") not in ("", "0")
 
 
 def _check_values(arrays):
     """Check lengths and page numbers where ``NUMBAFLASH_CHECK`` asks for it and their values are there: not in a trace."""
-    if os.environ.get("NUMBAFLASH_CHECK", "0") in ("", "0"):
+    if not _checks():
         return
     cache = LIBRARIES[type(arrays["k"])].describe(arrays["k"], "k_cache").shape
     lengths, table = (_values(arrays[name], axes) for name, axes in (("seqlens_k", 1), ("page_table", 2)))

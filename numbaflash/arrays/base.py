@@ -63,6 +63,10 @@ class Library:
     """Likewise for `numbaflash.attention_varlen`. (`forward` and `backward` take packed sequences too.)"""
     decode: Any = None
     """Likewise for `numbaflash.decode`: a function of q, the caches, lengths, page table and the options."""
+    no_plans = ""
+    """Why there is no `numbaflash.DecodePlan` for these arrays, where there is none."""
+    lends = False
+    """Whether arrays are borrowed first, by `numbaflash.arrays.borrowed.Lender.borrowed`."""
     merge: Any = None
     """Set where `numbaflash.merge` cannot use array operations."""
     namespace: Any = None

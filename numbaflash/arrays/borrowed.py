@@ -53,6 +53,8 @@ class Borrowed:
 class Lender(Library):
     """A library whose arrays are borrowed for the length of a call."""
 
+    lends = True
+
     def __init__(self, name):
         self.name = name
 

@@ -19,6 +19,7 @@ class JAX(Library):
     name = "JAX"
     namespace = jax.numpy
     one_device = False
+    no_plans = "XLA owns memory and streams, and a jitted function is a plan already: call numbaflash.decode under jax.jit"
 
     def forward(self, q, k, v, *, out, lse, stream, **options):
         from ..jax.functions import forward

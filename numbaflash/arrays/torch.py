@@ -123,6 +123,10 @@ class Torch(Library):
             return partial(_untraced, "decode")
         return _unrecorded if _active_modes() or _is_tracing() else None
 
+    def untraced(self, function):
+        """A function that torch does not look into: torch.compile breaks its graph there, other recorders are refused."""
+        return torch.compiler.disable(function) if is_dynamo_compiling() else _unrecorded
+
     @property
     def merge(self):
         """None, except in torch.compile, as for `forward`: elsewhere torch records the array operations."""
