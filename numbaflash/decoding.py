@@ -89,7 +89,8 @@ def decode(
     lse : array, (batch, heads, seqlen_q), optional
         Where to write the LSE, as in `forward`. Not for JAX.
     num_splits : int, optional
-        Into how many equal parts the keys of each sequence are divided. None lets the library choose. The same inputs and number give the same bits.
+        Into how many equal parts the keys of each sequence are divided, 1 to 256. None lets the library choose, on a GPU so that all of it is busy
+        whatever the lengths are. The same inputs and number give the same bits; with a number given, a sequence's do not depend on the others.
     stream : stream of CuPy, torch, Numba or CUDA Python, or int handle, optional
         CUDA stream to work on, as in `forward`.
 

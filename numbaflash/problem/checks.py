@@ -7,7 +7,7 @@ import numbers
 import operator
 from collections.abc import Mapping, Set
 
-from .names import DIFFERENTIABLE, DIFFERENTIABLE_OPTIONS, DROPOUT_STEPS, MAX_SCALE, MIN_SOFTCAP, NEEDS, UnsupportedError
+from .names import DIFFERENTIABLE, DIFFERENTIABLE_OPTIONS, DROPOUT_STEPS, MAX_SCALE, MAX_SPLITS, MIN_SOFTCAP, NEEDS, UnsupportedError
 
 
 def check_scale(scale, head_dim) -> float:
@@ -153,8 +153,8 @@ def check_num_splits(num_splits) -> int | None:
         value = operator.index(num_splits)
     except TypeError:
         raise TypeError(f"num_splits must be an integer or None (the library chooses); got {num_splits!r}") from None
-    if value < 1:
-        raise ValueError(f"num_splits must be at least 1 (None lets the library choose); got {value}")
+    if not 1 <= value <= MAX_SPLITS:
+        raise ValueError(f"num_splits must be from 1 to {MAX_SPLITS} (None lets the library choose); got {value}")
     return value
 
 

@@ -59,6 +59,9 @@ MIN_SOFTCAP = 2.0**-126  # kernels hold softcap * log2(e) and scale / softcap in
 DROPOUT_STEPS = 2**14
 """Dropout draws 14 bits for each pair, so the probability is a multiple of ``1 / DROPOUT_STEPS``."""
 
+MAX_SPLITS = 256
+"""Parts of the keys of a sequence in decoding: the memory of partial results grows with them."""
+
 LENGTH_DTYPES = ("int32", "int64")
 ITEMSIZE = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
 

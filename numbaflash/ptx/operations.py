@@ -454,8 +454,8 @@ class GpuOps:
         emit(self.builder, ir.VoidType(), args, text, ",".join(["r", "l", *["r"] * (len(args) - 2), "~{memory}"]))
 
     def floats_at(self, space, address, step, count, valid=None):
-        """1, 2 or 4 float32 from ``step`` (a constant) bytes after an address on, of "shared" (int32) or "global" (int64) memory; 0, and no access, unless
-        valid."""
+        """1, 2 or 4 float32 from ``step`` (a constant) bytes after an address on, of "shared" (int32) or "global" (int64) memory; 0, and no access,
+        unless valid."""
         results = [f"${i}" for i in range(count)]
         vector, names = (f".v{count}", f"{{{', '.join(results)}}}") if count > 1 else ("", results[0])
         load, kind = f"ld.{space}{vector}.f32 {names}, [${count}+{step}];", "r" if space == "shared" else "l"

@@ -191,6 +191,7 @@ _STREAM = 4
 _CONTEXT = 7
 _ADDRESSES = 8
 _CONFIG_FORMAT = "=8I3Q"  # grid, threads, shared memory, padding; stream, attributes, number of attributes
+_OVERLAPPING = struct.pack("=iiq56x", 6, 0, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: allowed
 
 
 class _Block:
@@ -286,6 +287,7 @@ class Launch:
     """
 
     __slots__ = (
+        "_attributes",
         "_context",
         "_current",
         "_free",
@@ -304,12 +306,14 @@ class Launch:
         "threads",
     )
 
-    def __init__(self, function, parameters, grid, threads, shared_bytes, operands=OPERANDS):
+    def __init__(self, function, parameters, grid, threads, shared_bytes, operands=OPERANDS, overlapping=False):
         self.operands = operands
         self.function, self.grid, self.threads, self.shared_bytes = function, grid, threads, shared_bytes
         self.about = f"{function.about}; device {function.index}, grid {grid}, {threads} threads, {shared_bytes} bytes of shared memory"
         self.lowered = tuple(_lower(parameters, operands))
-        self.config = struct.pack(_CONFIG_FORMAT, *grid, threads, 1, 1, shared_bytes, 0, 0, 0, 0)
+        self._attributes = ctypes.create_string_buffer(_OVERLAPPING) if overlapping else None
+        attributes = (ctypes.addressof(self._attributes), 1) if overlapping else (0, 0)
+        self.config = struct.pack(_CONFIG_FORMAT, *grid, threads, 1, 1, shared_bytes, 0, 0, *attributes)
         self._store = ctypes.create_string_buffer(b"".join(value.ljust(8, b"\0") for kind, value in self.lowered if kind == "bytes") or b"\0")
         self.constants, at = {}, ctypes.addressof(self._store)
         for i, (kind, _) in enumerate(self.lowered):
@@ -373,7 +377,17 @@ def check_launch(ptx, parameters, grid, threads, shared_bytes, shared_most) -> t
     return grid
 
 
-def prepare(request: KernelRequest, parameters, *, grid, threads: int, shared_bytes: int = 0, device: Device | int = 0, operands=OPERANDS) -> Launch:
+def prepare(
+    request: KernelRequest,
+    parameters,
+    *,
+    grid,
+    threads: int,
+    shared_bytes: int = 0,
+    device: Device | int = 0,
+    operands=OPERANDS,
+    overlapping: bool = False,
+) -> Launch:
     """Build or fetch a kernel, load it on a device and prepare its launch.
 
     Parameters
@@ -388,6 +402,8 @@ def prepare(request: KernelRequest, parameters, *, grid, threads: int, shared_by
     device : Device or int
     operands : tuple of str
         Names of the arrays whose addresses a launch gets, in their order: `numbaflash.dispatch.operands` of a problem.
+    overlapping : bool
+        The launch may begin before the one ahead of it on the stream is over: `numbaflash.ptx.dependent`.
 
     Raises
     ------
@@ -404,4 +420,4 @@ def prepare(request: KernelRequest, parameters, *, grid, threads: int, shared_by
     x, y, z = cluster_of(function.ptx)
     if x * y * z > 8:
         function.allow_large_cluster()
-    return Launch(function, parameters, grid, threads, shared_bytes, operands)
+    return Launch(function, parameters, grid, threads, shared_bytes, operands, overlapping)

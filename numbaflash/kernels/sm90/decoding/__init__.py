@@ -1,7 +1,7 @@
 """Decoding on Hopper GPUs: a few queries a sequence against a cache of keys and values, contiguous or in pages.
 
-``kernel`` is the loop, ``schedule`` who computes what, ``loading`` how keys, values and queries come, ``merging`` what becomes of partial results, and
-``config`` the choice of sizes.
+``kernel`` is the loop, ``schedule`` who computes what, ``loading`` how keys, values and queries come, ``merging`` what becomes of partial results,
+and ``config`` the choice of sizes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ....dispatch import Device, Launch, Layouts, Plan, missing, operands
 from ....problem import ITEMSIZE, Problem
 from ..config import ELEMENTS
 from ..tensor_maps import refusal, row_major
-from .config import LANES, MERGE_TILES, MERGE_WARPS, DecodeConfig, SharedMemory, Workspace, decode_config, merge_shares_of, row_tiles
+from .config import LANES, MERGE_TILES, Q_TILE, DecodeConfig, SharedMemory, Workspace, decode_config, items, merge_shares_of, row_tiles
 
 FEATURES = frozenset({"softcap", "alibi_slopes", "sinks", "seqlens_k", "page_table"})
 """`Problem.features` that the kernels have."""
@@ -43,7 +43,7 @@ def supports(problem: Problem, device: Device) -> tuple[str, ...]:
             reasons.append(f"{name} must be a multiple of 8, which are copied at once; it is {n}")
     if problem.paged and not problem.pages:
         reasons.append("there is no page")
-    tiles = problem.batch * problem.kv_heads * row_tiles(problem) * (problem.seqlen_k // LANES + 2)
+    tiles = problem.batch * problem.kv_heads * -(-problem.seqlen_q * problem.group // Q_TILE) * (problem.seqlen_k // LANES + 2)
     if tiles >= 2**31:
         reasons.append("it counts tiles of keys in 32 bits, and there may be more")
     return tuple(reasons)
@@ -64,10 +64,9 @@ def plan(problem: Problem, layouts: Layouts, device: Device, num_splits: int | N
     if lse is not None and lse.strides != row_major(lse, 4).strides:
         copies["lse"] = "the kernel writes it row-major"
         lse = row_major(lse, 4)
-    items = problem.batch * problem.kv_heads * row_tiles(problem)
-    blocks = config.blocks * max(device.sm_count, 1)
-    if not config.balanced:
-        blocks = min(blocks, items * num_splits)
+    count = items(problem, config)
+    most = count * (num_splits or max(1, -(-problem.seqlen_k // config.tile)))
+    blocks = min(config.blocks * max(device.sm_count, 1), most)
     return Plan(
         "sm90",
         problem,
@@ -79,7 +78,7 @@ def plan(problem: Problem, layouts: Layouts, device: Device, num_splits: int | N
         shared_bytes=SharedMemory.of(config).total,
         copies=copies,
         direction="decode",
-        workspace_bytes=Workspace.of(config, blocks, items, num_splits or 1).total,
+        workspace_bytes=Workspace.of(config, blocks, count, num_splits or 1).total,
         num_splits=num_splits,
     )
 
@@ -90,10 +89,10 @@ def launches(plan: Plan) -> list[tuple[toolchain.KernelRequest, list, tuple, int
     main = (toolchain.KernelRequest(_BUILD, config, _ARCH), _parameters(plan), plan.grid, plan.threads, plan.shared_bytes)
     if plan.num_splits == 1:
         return [main]
-    items = plan.grid[0] if config.balanced else problem.batch * problem.kv_heads * row_tiles(problem)
-    shared_bytes = MERGE_WARPS * (MERGE_TILES * LANES * 4 * config.kept + LANES * 16) + 1024
+    merges = plan.grid[0] if config.balanced and not config.few_items else items(problem, config)
+    shared_bytes = config.merge_warps * (MERGE_TILES * LANES * 4 * config.kept + LANES * 16) + 1024
     merge = toolchain.KernelRequest(_BUILD_MERGE, config, _ARCH)
-    return [main, (merge, _merge_parameters(plan), (items * merge_shares_of(config),), LANES * MERGE_WARPS, shared_bytes)]
+    return [main, (merge, _merge_parameters(plan), (merges * config.row_warps * merge_shares_of(config),), LANES * config.merge_warps, shared_bytes)]
 
 
 def requests(plan: Plan) -> list[toolchain.KernelRequest]:
@@ -105,7 +104,7 @@ def prepare(plan: Plan) -> Launch:
     """Build (or fetch) and load the kernels of a plan."""
     names = operands(plan.problem, "decode")
     runs = [
-        toolchain.prepare(wanted, given, grid=grid, threads=threads, shared_bytes=shared_bytes, device=plan.device, operands=names)
+        toolchain.prepare(wanted, given, grid=grid, threads=threads, shared_bytes=shared_bytes, device=plan.device, operands=names, overlapping=True)
         for wanted, given, grid, threads, shared_bytes in launches(plan)
     ]
     if len(runs) == 1:
@@ -142,7 +141,7 @@ def _end(plan: Plan) -> list:
 
 def _partials(plan: Plan) -> list[toolchain.Pointer]:
     """What blocks have found, and their partial results."""
-    at = Workspace.of(plan.config, plan.grid[0], 0, 1).slots
+    at = Workspace.of(plan.config, plan.grid[0], items(plan.problem, plan.config)).slots
     return [toolchain.Pointer("workspace"), toolchain.Pointer("workspace", at)]
 
 
@@ -156,7 +155,7 @@ def _parameters(plan: Plan) -> list:
         *(each for name in ("q", "k", "v", "out") for each in _strides(getattr(layouts, name))),
         *(toolchain.Scalar("int64", n) for n in table),
         *_numbers(problem.seqlen_q, problem.seqlen_k, problem.offset, problem.left or 0, problem.right or 0),
-        *_numbers(problem.batch, problem.kv_heads, row_tiles(problem), max(problem.pages, 1), plan.num_splits or 1, plan.grid[0]),
+        *_numbers(problem.batch, problem.kv_heads, row_tiles(problem, plan.config), max(problem.pages, 1), plan.num_splits or 1, plan.grid[0]),
         *_end(plan),
     ]
 
@@ -167,7 +166,7 @@ def _merge_parameters(plan: Plan) -> list:
         *(toolchain.Pointer(name) for name in ("out", "lse")),
         *_partials(plan),
         *_strides(plan.layouts.out),
-        *_numbers(problem.seqlen_q, problem.batch, problem.kv_heads, row_tiles(problem), plan.num_splits or 1),
+        *_numbers(problem.seqlen_q, problem.batch, problem.kv_heads, row_tiles(problem, plan.config), plan.num_splits or 1),
         *_end(plan),
     ]
 

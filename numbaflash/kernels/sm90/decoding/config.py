@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ....dispatch import Layouts
 from ....problem import Problem
@@ -15,13 +15,13 @@ Q_TILE = 16
 
 LANES = 32
 FOUND_BYTES = 16
-"""Of what a block tells `merging` about the sequence that it has begun and not ended: `schedule.Shares.found`."""
+"""Of what a block tells the kernel that merges about an item: `schedule.Shares.found`."""
 
-MERGE_WARPS = 8
-MERGE_TILES = 4
-"""Tiles of 8 columns that a block merges."""
-PARTS_AHEAD = 4
-"""Partial results that a warp has on their way when it merges."""
+MERGE_TILES, MERGED_AT_ONCE = 4, 4
+"""Tiles of 8 columns that a block merges, and partial results that a warp of it has on their way."""
+
+_FEW_ITEMS = 128
+_SHARED_BYTES, _RESERVED_BYTES = 227 * 1024, 1024  # of a multiprocessor, and what the system takes of it for each block
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +37,17 @@ class DecodeConfig:
         Query heads of a key/value head; row r of its tile is query ``r // group``.
     rows : int
         Rows of a tile that may hold a query: 8 or 16.
+    division : str
+        What the warps of a block divide among them: "keys", so that each has a ring of its own; the "rows" of a larger tile; or the "columns" of the
+        output, where no warp could hold them all. For rows and columns, all warps see all keys, in one ring.
     keys : int
-        Keys of a warp's step, a multiple of 16.
+        Keys of a step, a multiple of 16.
     warps : int
-        Of a block; they take turns at the steps.
+        Of a block.
     stages : int
-        Steps of a warp that are in flight, or in use.
+        Steps of a ring that are in flight, or in use.
     blocks : int
         Blocks that a multiprocessor is to hold.
-    shared_keys : bool
-        The warps of a block share keys and each has a part of the output's columns, for head dims whose output no warp could hold.
     shared_q : bool
         Queries stay in shared memory, where registers are short.
     left, right : bool
@@ -55,6 +56,9 @@ class DecodeConfig:
         Keys of a page; 0 for contiguous caches.
     balanced : bool
         Each block takes an equal share of all keys of the batch. Otherwise each sequence is cut into the same number of parts.
+    few_items : bool
+        There are fewer tiles of queries than multiprocessors, so that each is shared by many blocks. Then blocks that merge are launched for each of
+        these, otherwise for each block that may have left one to others.
     negative_scale : bool
         Scores are negated, so that their maximum is the scaled maximum.
     options : Options
@@ -66,16 +70,17 @@ class DecodeConfig:
     head_dim_v: int
     group: int
     rows: int = Q_TILE
+    division: str = "keys"
     keys: int = 16
     warps: int = 4
     stages: int = 3
     blocks: int = 2
-    shared_keys: bool = False
     shared_q: bool = False
     left: bool = False
     right: bool = False
     page_size: int = 0
     balanced: bool = True
+    few_items: bool = True
     negative_scale: bool = False
     options: Options = Options()
 
@@ -94,19 +99,34 @@ class DecodeConfig:
         return -(-self.head_dim_v // 16) * 16
 
     @property
+    def row_warps(self) -> int:
+        """Warps that have rows of their own; a tile of queries is `Q_TILE` rows for each."""
+        return self.warps if self.division == "rows" else 1
+
+    @property
     def warp_columns(self) -> int:
         """Columns of the output that a warp accumulates."""
-        return -(-self.columns // (16 * self.warps)) * 16 if self.shared_keys else self.columns
+        return -(-self.columns // (16 * self.warps)) * 16 if self.division == "columns" else self.columns
 
     @property
     def tile(self) -> int:
         """Keys that the warps of a block step through together: what shares of the work are counted in."""
-        return self.keys if self.shared_keys else self.keys * self.warps
+        return self.keys * self.warps if self.division == "keys" else self.keys
 
     @property
     def share_tiles(self) -> int:
-        """Of the tiles of 8 columns that the output has, those that a warp merges and writes."""
-        return self.warp_columns // 8 if self.shared_keys else -(-self.columns // (8 * self.warps))
+        """Of the tiles of 8 columns that the output has, those that a warp writes."""
+        return -(-self.columns // (8 * self.warps)) if self.division == "keys" else self.warp_columns // 8
+
+    @property
+    def column_tiles(self) -> int:
+        """Tiles of 8 columns of a partial result, the last of which may lie past the output."""
+        return self.share_tiles if self.division == "rows" else self.share_tiles * self.warps
+
+    @property
+    def merge_warps(self) -> int:
+        """Of a block that merges. Where many blocks have little to merge each, their size is what counts."""
+        return 8 if self.few_items else 2
 
     @property
     def kept(self) -> int:
@@ -134,10 +154,11 @@ class SharedMemory:
         v = config.keys * k_pitch
         stage_bytes = v + config.keys * v_pitch
         tile_bytes = LANES * 4 * config.kept
-        results_bytes = config.share_tiles * config.warps * tile_bytes
-        rings = 1 if config.shared_keys else config.warps
-        ring = max(rings * config.stages * stage_bytes, 0 if config.shared_keys else config.warps * results_bytes)
-        q_bytes = Q_TILE * k_pitch if config.shared_q else 0
+        results_bytes = config.column_tiles * tile_bytes
+        ring = config.stages * stage_bytes
+        if config.division == "keys":
+            ring = config.warps * max(ring, results_bytes)
+        q_bytes = config.row_warps * Q_TILE * k_pitch if config.shared_q else 0
         statistics = ring + q_bytes
         return cls(
             k_pitch, v_pitch, v, stage_bytes, tile_bytes, results_bytes,
@@ -156,13 +177,13 @@ class Workspace:
     total: int
 
     @classmethod
-    def of(cls, config: DecodeConfig, blocks: int, items: int, splits: int) -> Workspace:
+    def of(cls, config: DecodeConfig, blocks: int = 1, items: int = 1, splits: int = 1) -> Workspace:
         """Of a launch of so many blocks, for so many tiles of queries of so many parts."""
-        statistics = config.share_tiles * config.warps * LANES * 4 * config.kept
+        statistics = config.column_tiles * LANES * 4 * config.kept
         slot_bytes = statistics + LANES * 16
-        head = blocks * FOUND_BYTES if config.balanced else 0
+        head = (items if config.few_items else blocks) * FOUND_BYTES if config.balanced else 0
         slots = 2 * blocks if config.balanced else items * splits if splits > 1 else 0
-        return cls(head, slot_bytes, statistics, head + slots * slot_bytes)
+        return cls(head, slot_bytes, statistics, head + slots * config.row_warps * slot_bytes)
 
 
 def merge_shares_of(config: DecodeConfig) -> int:
@@ -170,28 +191,39 @@ def merge_shares_of(config: DecodeConfig) -> int:
     return -(-config.columns // (8 * MERGE_TILES))
 
 
-def row_tiles(problem: Problem) -> int:
+def row_tiles(problem: Problem, config: DecodeConfig) -> int:
     """Tiles of queries of a key/value head."""
-    return -(-problem.seqlen_q * problem.group // Q_TILE)
+    return -(-problem.seqlen_q * problem.group // (Q_TILE * config.row_warps))
+
+
+def items(problem: Problem, config: DecodeConfig) -> int:
+    """Tiles of queries of all heads and batch entries."""
+    return problem.batch * problem.kv_heads * row_tiles(problem, config)
 
 
 def decode_config(problem: Problem, layouts: Layouts | None = None, num_splits: int | None = None) -> DecodeConfig:
     """The tuning choice for a problem, measured on an H200 (docs/performance.md)."""
-    widest = max(problem.head_dim, problem.head_dim_v)
-    sizes = {"keys": 16, "stages": 3, "blocks": 2}
-    if widest <= 64:
-        sizes = {"keys": 32, "stages": 3, "blocks": 2}
-    elif widest > 256:
-        sizes = {"keys": 16, "stages": 4, "blocks": 1, "shared_keys": True, "shared_q": True}
-    elif widest > 160:
+    widest, rows = max(problem.head_dim, problem.head_dim_v), problem.seqlen_q * problem.group
+    if widest > 256:
+        sizes = {"division": "columns", "keys": 16, "stages": 4, "blocks": 1, "shared_q": True}
+    elif rows > Q_TILE:
+        warps = next(n for n in (2, 4, 8) if n * Q_TILE >= rows or n == 8)
+        sizes = {"division": "rows", "warps": warps, "keys": 32, "stages": 4, "blocks": {2: 3, 4: 2, 8: 1}[warps]}
+        if widest > 160:
+            sizes |= {"keys": 16, "shared_q": True, "blocks": min(2, sizes["blocks"])}
+    elif widest <= 64:
+        sizes = {"keys": 32, "stages": 2, "blocks": 3} if problem.paged else {"keys": 32, "stages": 3, "blocks": 2}
+    elif widest <= 160:
+        sizes = {"keys": 16, "stages": 3, "blocks": 2}
+    else:
         sizes = {"keys": 16, "stages": 3, "blocks": 1, "shared_q": True}
     options = Options.of(problem, layouts, problem.group)
-    return DecodeConfig(
+    config = DecodeConfig(
         element=ELEMENTS[problem.dtype],
         head_dim=problem.head_dim,
         head_dim_v=problem.head_dim_v,
         group=problem.group,
-        rows=8 if problem.seqlen_q * problem.group <= 8 else Q_TILE,
+        rows=8 if rows <= 8 else Q_TILE,
         left=problem.left is not None,
         right=problem.right is not None,
         page_size=problem.page_size,
@@ -200,3 +232,5 @@ def decode_config(problem: Problem, layouts: Layouts | None = None, num_splits: 
         options=options,
         **sizes,
     )
+    room = _SHARED_BYTES // (SharedMemory.of(config).total + _RESERVED_BYTES)
+    return replace(config, blocks=min(config.blocks, room), few_items=items(problem, config) < _FEW_ITEMS)

@@ -1,31 +1,30 @@
 """The decode kernel: a few queries of a head against all that came before, at the speed of memory.
 
-Keys and values are read once, so what counts is that every multiprocessor has loads under way all the time. Each warp is on its own: it copies 16 or 32 keys
-and values a step into a ring of its own in shared memory, some steps ahead, multiplies them by mma.sync with the up to 16 rows of a tile (queries times the
-heads that share the key head), and keeps its own softmax and output (Algorithm 1 of FlashAttention-2). At the end of a part the warps of the block merge
-theirs. Who computes what is in `schedule`.
+Keys and values are read once, so what counts is that every multiprocessor has loads under way all the time. Each warp is on its own: it copies 16
+or 32 keys and values a step into a ring of its own in shared memory, some steps ahead, multiplies them by mma.sync with the up to 16 rows of a tile
+(queries times the heads that share the key head), and keeps its own softmax and output (Algorithm 1 of FlashAttention-2). At the end of a part the
+warps of the block merge theirs. Where there are more rows, or wider ones, the warps share the keys of one ring instead and divide the rows, or the
+columns of the output. Who computes which keys is in `schedule`.
 """
 
 from __future__ import annotations
 
 from numba import cuda
 from numba.cuda import types
-from numba.cuda.types import UniTuple, float32, int32, uint64
+from numba.cuda.types import UniTuple, int32, uint64
 
-from ....ptx import cp_async, fragment, mma, shared, warp
+from ....ptx import cp_async, dependent, fragment, mma, shared, warp
 from ....ptx.index import following, plus, warp_of, within_warp, zero
 from ....ptx.straight import straight_line
 from ....toolchain import KernelSource
 from ...bands import BOUNDS, Band
 from ..scores import Scores, option_types
 from . import merging
-from .config import FOUND_BYTES, MERGE_TILES, MERGE_WARPS, PARTS_AHEAD, DecodeConfig, SharedMemory, merge_shares_of
+from .config import FOUND_BYTES, MERGE_TILES, MERGED_AT_ONCE, Q_TILE, DecodeConfig, SharedMemory, merge_shares_of
 from .loading import SEEN, STRIDES, Loads, head_of, table_of
-from .schedule import SIZES, Shares, entry_of_unit, seek, share_of
+from .schedule import SIZES, WORDS, Shares, entry_of_unit, seek, share_of
 
 inline = cuda.jit(device=True, inline="always")
-
-WORDS = UniTuple(int32, 4)
 
 
 def _signature(config: DecodeConfig, pointers: int, strides: int, integers: int):
@@ -37,10 +36,10 @@ def build(config: DecodeConfig) -> KernelSource:
     """The main kernel of one configuration."""
     memory, loads, shares = SharedMemory.of(config), Loads(config), Shares(config)
     of_scores, partials = Scores(config.keys, config.options), merging.Partials(config, config.share_tiles)
-    band = Band(16, config.keys, config.group, config.left, config.right)
-    keys, warps, stages, shared_keys = config.keys, config.warps, config.stages, config.shared_keys
-    shared_q = config.shared_q
-    paged, balanced = config.page_size > 0, config.balanced
+    band = Band(Q_TILE, config.keys, config.group, config.left, config.right)
+    keys, warps, stages, shared_keys = config.keys, config.warps, config.stages, config.division != "keys"
+    shared_q, of_rows, of_columns = config.shared_q, config.division == "rows", config.division == "columns"
+    paged, balanced, few_items = config.page_size > 0, config.balanced, config.few_items
     step_of_steps = 1 if shared_keys else warps
 
     total_of, find = seek(shares)
@@ -78,7 +77,7 @@ def build(config: DecodeConfig) -> KernelSource:
         """The keys that all rows of a tile see: (first, one past the last)."""
         seqlen_q, end, offset, left, right = bounds
         query = first_row // config.group
-        last = ops.minimum((first_row + 15) // config.group, seqlen_q - 1)
+        last = ops.minimum((first_row + (Q_TILE - 1)) // config.group, seqlen_q - 1)
         if config.right:
             end = ops.minimum(end, query + offset + right + 1)
         return [ops.maximum(last + offset - left, ops.integer(0)) if config.left else ops.integer(0), end]
@@ -87,11 +86,10 @@ def build(config: DecodeConfig) -> KernelSource:
     steps_of = straight_line(UniTuple(int32, 2), (int32, int32, int32, BOUNDS), steps_of)
     plain_of = straight_line(SEEN, (int32, BOUNDS), plain_of)
     is_border = straight_line(int32, (int32, SEEN), lambda ops, step, plain: ops.truth((step * keys < plain[0]) | ((step + 1) * keys > plain[1])))
-    first_row_of = straight_line(int32, (int32,), lambda ops, row_tile: row_tile * 16)
+    first_row_of = straight_line(int32, (int32, int32), lambda ops, row_tile, row_warp: (row_tile * config.row_warps + row_warp) * Q_TILE)
     row_of = straight_line(int32, (int32, int32), lambda ops, first_row, lane: first_row + (lane >> 2))
     column_of = straight_line(int32, (int32,), lambda ops, lane: (lane & 3) * 2)
     next_step = straight_line(int32, (int32,), lambda ops, step: step + step_of_steps)
-    step_ahead = straight_line(int32, (int32,), lambda ops, step: step + (stages - 1) * step_of_steps)
     ring_of = straight_line(int32, (int32, int32), lambda ops, base, warp: base if shared_keys else base + warp * (stages * memory.stage_bytes))
     stage_of = straight_line(int32, (int32, int32), lambda ops, ring, stage: ring + stage * memory.stage_bytes)
     next_stage = straight_line(int32, (int32,), lambda ops, stage: ops.select(stage == stages - 1, ops.integer(0), stage + 1))
@@ -100,15 +98,17 @@ def build(config: DecodeConfig) -> KernelSource:
     result_of = straight_line(int32, (int32, int32), lambda ops, base, warp: base + warp * memory.results_bytes)
     statistics_of = straight_line(int32, (int32, int32), lambda ops, base, warp: base + warp * 512)
     columns_of = straight_line(int32, (int32, int32), lambda ops, offset, warp: offset + warp * (2 * config.warp_columns))
+    q_rows_of = straight_line(int32, (int32, int32), lambda ops, offset, warp: offset + warp * (Q_TILE * memory.k_pitch))
     rescales = straight_line(int32, (fragment.STATISTICS,), lambda ops, s: ops.truth((s[4] != 1.0) | (s[5] != 1.0)))
     units_of = straight_line(int32, (SIZES,), lambda ops, sizes: sizes[0] * sizes[1] * sizes[2] * sizes[3])
     fewer = straight_line(int32, (int32, int32), lambda ops, a, b: ops.minimum(a, b))
 
-    def put_found(ops, found, block, words, thread):
+    def put_found(ops, found, words, begins, thread):
+        at = found + ops.wide(words[2 if few_items else 1]) * FOUND_BYTES
         for n, word in enumerate(words):
-            ops.put(found + ops.wide(block) * FOUND_BYTES + 4 * n, word, thread == 0)
+            ops.put(at + 4 * n, word, (begins != 0) & (thread == 0))
 
-    put_found = straight_line(types.void, (uint64, int32, WORDS, int32), put_found)
+    put_found = straight_line(types.void, (uint64, WORDS, int32, int32), put_found)
     q_of = straight_line(
         uint64,
         (uint64, STRIDES, int32, int32),
@@ -128,12 +128,17 @@ def build(config: DecodeConfig) -> KernelSource:
         base, s_q, s_statistics = places()
         ring, s_result = ring_of(base, number), result_of(base, number)
         k_lane, v_lane, q_lane = rows_at(lane), columns_at(lane), q_at(lane)
-        if shared_keys:
+        row_warp, share = zero(), number
+        if of_columns:
             v_lane = columns_of(v_lane, number)
+        if of_rows:
+            row_warp, share = number, zero()
+            q_lane = q_rows_of(q_lane, number)
         all_bounds, sizes = (seqlen_q, seqlen_k, offset, left, right), (batch, heads, row_tiles, parts)
         q_strides, k_strides, v_strides = (q_batch, q_row, q_head), (k_batch, k_row, k_head), (v_batch, v_row, v_head)
         out_strides = (out_batch, out_row, out_head)
 
+        dependent.wait()
         entry, start, place = zero(), zero(), zero()
         if balanced:
             total = total_of(lane, all_bounds, sizes, options)
@@ -145,7 +150,7 @@ def build(config: DecodeConfig) -> KernelSource:
                 entry, start = find(place, lane, all_bounds, sizes, options)
         else:
             place, stop = plus(place, block), units_of(sizes)
-        words = (zero(), zero(), zero(), zero())
+        words = (zero(), block, zero(), zero())
         while place < stop:
             if not balanced:
                 entry = entry_of_unit(place, sizes)
@@ -155,13 +160,10 @@ def build(config: DecodeConfig) -> KernelSource:
                 start = line_end
                 entry = following(entry)
                 bounds, costs = entry_at(entry, all_bounds, sizes, options)
-            if balanced:
-                part = part_at(place, stop, start, costs[0], block, bounds, sizes)
-            else:
-                part = fixed_part(place, bounds, sizes)
+            part = part_at(place, stop, start, costs[0], block, bounds, sizes) if balanced else fixed_part(place, bounds, sizes)
             head, row_tile, first, last, slot, end, _ = part
 
-            first_row = first_row_of(row_tile)
+            first_row = first_row_of(row_tile, row_warp)
             row = row_of(first_row, lane)
             seen, plain = seen_of(last, bounds), plain_of(first_row, bounds)
             limits = limits_of(row, column_of(lane), bounds)
@@ -172,7 +174,7 @@ def build(config: DecodeConfig) -> KernelSource:
             ahead = step
             found_pages = find_pages(ahead, loader, seen, own_table)
             if shared_q:
-                copy_q(s_q, q_source, q_strides, first_row, thread, seqlen_q)
+                copy_q(s_q, q_source, q_strides, first_row_of(row_tile, zero()), thread, seqlen_q)
             for _ in range(stages - 1):
                 load(stage_of(ring, stage), ahead, loader, found_pages, seen, k_source, v_source)
                 cp_async.commit()
@@ -212,6 +214,7 @@ def build(config: DecodeConfig) -> KernelSource:
                 stage = next_stage(stage)
                 step = next_step(step)
             cp_async.wait()
+            dependent.let_begin()
             if shared_keys:
                 partial = own(acc, statistics)
                 cuda.syncthreads()
@@ -224,63 +227,69 @@ def build(config: DecodeConfig) -> KernelSource:
             if slot < 0:
                 values, statistics = as_statistics(partial)
                 statistics = finish(statistics, row, head, seqlen_q, scale_log2, options)
-                write(out, out_strides, entry, head, row, number, lane, seqlen_q, values, statistics)
-                write_lse(lse, entry, head, row, number, lane, heads, seqlen_q, statistics)
+                write(out, out_strides, entry, head, row, share, lane, seqlen_q, values, statistics)
+                write_lse(lse, entry, head, row, share, lane, heads, seqlen_q, statistics)
             else:
-                store(slots, slot, number, lane, partial)
+                store(slots, slot, row_warp, share, lane, partial)
             if balanced:
-                words = found_by(part, entry, block, blocks, total)
+                begins, words = found_by(part, entry, block, blocks, total, sizes)
+                if few_items:
+                    put_found(found, words, begins, thread)
                 place = end
             else:
                 place = plus(place, blocks)
-        if balanced:
-            put_found(found, block, words, thread)
+        if balanced and not few_items:
+            put_found(found, words, following(zero()), thread)
 
     return KernelSource(kernel, _signature(config, 8, 14, 11), threads=config.threads, min_blocks=config.blocks, fastmath=False)
 
 
 def build_merge(config: DecodeConfig) -> KernelSource:
-    """The kernel that merges what several blocks have computed of an item. Each of its blocks has a share of the output's columns of an item; its warps
-    take turns at the partial results."""
+    """The kernel that merges what several blocks have computed of an item. Each of its blocks has a share of the columns of an item; its
+    warps take turns at the partial results."""
     partials, of_scores = merging.Partials(config, MERGE_TILES), Scores(config.keys, config.options)
-    nothing, add, put_share, merge_shares = partials.nothing(), partials.add(), partials.put_share(), partials.merge_shares(MERGE_WARPS)
+    nothing, add, put_share, merge_shares = partials.nothing(), partials.add(), partials.put_share(), partials.merge_shares(config.merge_warps)
     as_statistics, write, write_lse, finish = partials.as_statistics(), partials.write(), partials.write_lse(), of_scores.finish(config.group)
-    balanced, shares = config.balanced, merge_shares_of(config)
+    merge_warps = config.merge_warps
+    balanced, shares, row_warps = config.balanced, merge_shares_of(config), config.row_warps
     share_bytes = MERGE_TILES * 32 * 4 * config.kept
-    places = shared.addresses(0, MERGE_WARPS * share_bytes)
+    places = shared.addresses(0, merge_warps * share_bytes)
 
     def item_of(ops, block, found, sizes):
-        """(item, its partial results, entry, head, tile of queries)"""
-        item, (_, heads, row_tiles, parts) = block // shares, sizes
+        """(where its partial results come from, how many there are, entry, head, tile of queries)"""
+        item, (_, heads, row_tiles, parts) = block // (shares * row_warps), sizes
+        origin, count = item, parts
         if balanced:
-            return [item, *(ops.fetch("b32", found + ops.wide(item) * FOUND_BYTES, 4 * n) for n in range(4))]
-        return [item, parts, item // (heads * row_tiles), item // row_tiles % heads, item % row_tiles]
+            count, origin, item, _ = (ops.as_integer(x) for x in ops.floats_at("global", found + ops.wide(item) * FOUND_BYTES, 0, 4))
+        return [origin, count, item // (heads * row_tiles), item // row_tiles % heads, item % row_tiles]
 
     item_of = straight_line(UniTuple(int32, 5), (int32, uint64, SIZES), item_of)
     share_of_block = straight_line(int32, (int32,), lambda ops, block: block % shares)
+    row_warp_of = straight_line(int32, (int32,), lambda ops, block: block // shares % row_warps)
     results_of = straight_line(int32, (int32, int32), lambda ops, base, warp: base + warp * share_bytes)
     statistics_of = straight_line(int32, (int32, int32), lambda ops, base, warp: base + warp * 512)
-    next_part = straight_line(int32, (int32,), lambda ops, part: part + MERGE_WARPS * PARTS_AHEAD)
-    row_of = straight_line(int32, (int32, int32), lambda ops, row_tile, lane: row_tile * 16 + (lane >> 2))
+    next_part = straight_line(int32, (int32,), lambda ops, part: part + merge_warps * MERGED_AT_ONCE)
+    row_of = straight_line(int32, (int32,) * 3, lambda ops, row_tile, row_warp, lane: (row_tile * row_warps + row_warp) * Q_TILE + (lane >> 2))
 
     def kernel(out, lse, found, slots, out_batch, out_row, out_head, seqlen_q, batch, heads, row_tiles, parts, scale_log2, options):
         thread = cuda.threadIdx.x
         lane, number = within_warp(thread), warp.shuffle_index(warp_of(thread), 0)
-        item, count, entry, head, row_tile = item_of(cuda.blockIdx.x, found, (batch, heads, row_tiles, parts))
+        dependent.wait()
+        origin, count, entry, head, row_tile = item_of(cuda.blockIdx.x, found, (batch, heads, row_tiles, parts))
         if count > 0:
-            share = share_of_block(cuda.blockIdx.x)
+            share, row_warp = share_of_block(cuda.blockIdx.x), row_warp_of(cuda.blockIdx.x)
             results, statistics_at = places()
             partial, part = nothing(), number
             while part < count:
-                partial = add(partial, slots, item, part, count, share, lane, scale_log2)
+                partial = add(partial, slots, origin, row_warp, part, count, share, lane, scale_log2)
                 part = next_part(part)
             put_share(results_of(results, number), statistics_of(statistics_at, number), lane, partial)
             cuda.syncthreads()
             if number == 0:
                 values, statistics = as_statistics(merge_shares(results, statistics_at, lane, scale_log2))
-                row = row_of(row_tile, lane)
+                row = row_of(row_tile, row_warp, lane)
                 statistics = finish(statistics, row, head, seqlen_q, scale_log2, options)
                 write(out, (out_batch, out_row, out_head), entry, head, row, share, lane, seqlen_q, values, statistics)
                 write_lse(lse, entry, head, row, share, lane, heads, seqlen_q, statistics)
 
-    return KernelSource(kernel, _signature(config, 4, 3, 5), threads=32 * MERGE_WARPS, fastmath=False)
+    return KernelSource(kernel, _signature(config, 4, 3, 5), threads=32 * merge_warps, fastmath=False)

@@ -1,7 +1,7 @@
 """Loads: the page of a key, keys and values of a warp's step to shared memory, queries to registers.
 
-Each lane copies 16 bytes at a time by cp.async, eight lanes a row, so that any page size and any strides are read in place. What lies outside of the keys
-that the batch entry's queries see is not read; it is 0 in shared memory, so that nothing it may hold reaches a product.
+Each lane copies 16 bytes at a time by cp.async, eight lanes a row, so that any page size and any strides are read in place. What lies outside of the
+keys that the batch entry's queries see is not read; it is 0 in shared memory, so that nothing it may hold reaches a product.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Loads:
 
     @property
     def threads(self) -> int:
-        return self.config.threads if self.config.shared_keys else 32
+        return 32 if self.config.division == "keys" else self.config.threads
 
     @property
     def turns(self) -> int:
@@ -145,7 +145,7 @@ class Loads:
         def body(ops, target, q, strides, first_row, thread, seqlen_q):
             _, of_query, of_head = strides
             piece, each = thread & 7, config.threads // 8
-            for start in range(0, 16, each):
+            for start in range(0, 16 * config.row_warps, each):
                 row = (thread >> 3) + start
                 at_row = first_row + row
                 query = at_row // config.group

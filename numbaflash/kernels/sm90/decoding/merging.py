@@ -1,18 +1,18 @@
 """Partial results: merged among the warps of a block, and among blocks, by the block merge of the online softmax; and what is written in the end.
 
-A partial result is (O, m, l) of a tile of queries: of O, tiles of 8 columns in the order of lanes, so that a thread finds the elements that it would have
-computed itself. The warps that merge share the columns among them: ``share`` numbers those tiles of columns that one warp merges.
+A partial result is (O, m, l) of a tile of queries: of O, tiles of 8 columns in the order of lanes, so that a thread finds the elements that it would
+have computed itself. The warps that merge share the columns among them: ``share`` numbers those tiles of columns that one warp merges.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from numba.cuda.types import Tuple, UniTuple, float32, int32, int64, uint64, void
+from numba.cuda.types import Tuple, UniTuple, float32, int32, uint64, void
 
 from ....ptx.fragment import STATISTICS, fragment
 from ....ptx.straight import straight_line
-from .config import LANES, MERGE_WARPS, PARTS_AHEAD, DecodeConfig, SharedMemory, Workspace
+from .config import LANES, MERGED_AT_ONCE, DecodeConfig, SharedMemory, Workspace
 from .loading import STRIDES
 
 MERGED = UniTuple(float32, 4)
@@ -107,39 +107,40 @@ class Partials:
         return straight_line(self.partial, (), body)
 
     def store(self):
-        """``f(slots, slot, share, lane, partial)``: to the workspace; share 0 brings the statistics."""
+        """``f(slots, slot, row_warp, share, lane, partial)``: to the workspace; share 0 brings the statistics."""
         config = self.config
-        slot_bytes, statistics_at = (getattr(Workspace.of(config, 1, 1, 1), name) for name in ("slot_bytes", "statistics"))
+        slot_bytes, statistics_at = (getattr(Workspace.of(config), name) for name in ("slot_bytes", "statistics"))
         tile_bytes = LANES * 4 * config.kept
 
-        def body(ops, slots, slot, share, lane, partial):
+        def body(ops, slots, slot, row_warp, share, lane, partial):
             values, statistics = partial
-            slot = slots + ops.wide(slot) * slot_bytes
+            slot = slots + ops.wide(slot * config.row_warps + row_warp) * slot_bytes
             at = slot + ops.wide(share * (self.tiles * tile_bytes) + lane * (4 * config.kept))
             for tile in range(self.tiles):
                 ops.put_floats("global", at, tile * tile_bytes, values[tile * config.kept : (tile + 1) * config.kept])
             ops.put_floats("global", slot + ops.wide(lane * 16), statistics_at, statistics, share == 0)
 
-        return straight_line(void, (uint64, int32, int32, int32, self.partial), body)
+        return straight_line(void, (uint64, *(int32,) * 4, self.partial), body)
 
     def add(self):
-        """``f(partial, slots, item, part, count, share, lane, scale_log2) -> partial``: together with `PARTS_AHEAD` of an item's partial results in the
-        workspace, numbered ``part``, ``part + MERGE_WARPS``, ... of ``count``.
+        """``f(partial, slots, origin, row_warp, part, count, share, lane, scale_log2) -> partial``: together with some of an item's partial
+        results in the workspace, numbered ``part``, ``part + merge_warps``, ... of ``count``.
 
-        Where blocks have equal shares, ``item`` is the block that has begun it; the others' partial results are the first of their blocks.
+        Where blocks have equal shares, ``origin`` is the block that has begun it, and the others' partial results are the first of their blocks;
+        otherwise it is the number of the item.
         """
         config = self.config
-        slot_bytes, statistics_at = (getattr(Workspace.of(config, 1, 1, 1), name) for name in ("slot_bytes", "statistics"))
+        slot_bytes, statistics_at = (getattr(Workspace.of(config), name) for name in ("slot_bytes", "statistics"))
         tile_bytes = LANES * 4 * config.kept
 
-        def body(ops, partial, slots, item, part, count, share, lane, scale_log2):
+        def body(ops, partial, slots, origin, row_warp, part, count, share, lane, scale_log2):
             parts = [partial]
-            for n in range(PARTS_AHEAD):
-                number = part + MERGE_WARPS * n
+            for n in range(MERGED_AT_ONCE):
+                number = part + config.merge_warps * n
                 there = number < count
                 number = ops.select(there, number, 0)
-                slot = (item + number) * 2 + ops.truth(number == 0) if config.balanced else item * count + number
-                slot = slots + ops.wide(slot) * slot_bytes
+                slot = (origin + number) * 2 + ops.truth(number == 0) if config.balanced else origin * count + number
+                slot = slots + ops.wide(slot * config.row_warps + row_warp) * slot_bytes
                 m = ops.floats_at("global", slot + ops.wide(lane * 16), statistics_at, 4)
                 at = slot + ops.wide(share * (self.tiles * tile_bytes) + lane * (4 * config.kept))
                 values = []
@@ -149,7 +150,7 @@ class Partials:
             values, statistics = self._merge(ops, parts, scale_log2)
             return [values, statistics]
 
-        return straight_line(self.partial, (self.partial, uint64, *(int32,) * 5, float32), body)
+        return straight_line(self.partial, (self.partial, uint64, *(int32,) * 6, float32), body)
 
     def put_share(self):
         """``f(results, statistics_at, lane, partial)``: a warp's partial result of one share to shared memory."""

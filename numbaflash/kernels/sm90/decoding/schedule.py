@@ -1,10 +1,10 @@
 """Who computes which keys of which sequence, where only the device knows the lengths.
 
-An *item* is a tile of queries of a key/value head of a batch entry, with the tiles of keys that these queries see. Items lie one after the other, entry
-by entry, on a line as long as all their tiles; an item without keys still takes one tile, for its result has to be written. Each block takes an equal
-piece of the line, and so ends with the others whatever the lengths are: it computes the end of an item, whole items, and the beginning of one. What is
-no whole item is a partial result; whoever begins an item and does not end it says so to `merging`. A block finds the place of its piece by two walks of
-each warp over the lengths, 128 at a time.
+An *item* is a tile of queries of a key/value head of a batch entry, with the tiles of keys that these queries see. Items lie one after the other,
+entry by entry, on a line as long as all their tiles; an item without keys still takes one tile, for its result has to be written. Each block takes an
+equal piece of the line, and so ends with the others whatever the lengths are: it computes the end of an item, whole items, and the beginning of one.
+What is no whole item is a partial result; who begins an item tells the kernel that merges how many of those it has. A block finds the place of its
+piece by two walks of each warp over the lengths, 128 at a time.
 
 With a fixed number of parts, each item is cut into as many pieces of equal length instead, of which blocks take one after the other: then what is
 computed for a sequence does not depend on the others.
@@ -31,7 +31,10 @@ SIZES = UniTuple(int32, 4)
 """(batch entries, key/value heads, tiles of queries of one, blocks or parts)."""
 
 PART = UniTuple(int32, 7)
-"""(head, tile of queries, first tile of keys, one past the last, slot of the partial result or -1, where on the line it ends, where its item ends)."""
+"""(head, tile of queries, first tile of keys, one past the last, slot of the partial result or -1, where on the line it and its item end)."""
+
+
+WORDS = UniTuple(int32, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +113,17 @@ class Shares:
         return straight_line(PART, (*(int32,) * 5, BOUNDS, SIZES), body)
 
     def found(self):
-        """``f(part, entry, block, blocks, total) -> 4 words``: how many partial results the item has that a block has begun and not ended, else 0; the
-        entry; head and tile of queries."""
+        """``f(part, entry, block, blocks, total, sizes) -> (begins, words)``: whether a part begins an item; how many partial results the item has
+        where others end it, else 0; the block; the number of the item."""
 
-        def body(ops, part, entry, block, blocks, total):
+        def body(ops, part, entry, block, blocks, total, sizes):
             head, row_tile, _, _, slot, _, item_end = part
             last = ops.narrow((ops.wide(item_end) * ops.wide(blocks) - 1) // ops.wide(total))  # the block that ends it
-            return [ops.select(slot == block * 2 + 1, last - block + 1, ops.integer(0)), entry, head, row_tile]
+            goes_on = slot == block * 2 + 1
+            count = ops.select(goes_on, last - block + 1, ops.integer(0))
+            return [ops.truth(goes_on | (slot < 0)), [count, block, (entry * sizes[1] + head) * sizes[2] + row_tile, ops.integer(0)]]
 
-        return straight_line(UniTuple(int32, 4), (PART, *(int32,) * 4), body)
+        return straight_line(Tuple([int32, WORDS]), (PART, *(int32,) * 4, SIZES), body)
 
     def fixed_part(self):
         """``f(unit, bounds, sizes) -> PART`` of a unit of an entry where the number of parts is fixed."""
@@ -147,7 +152,8 @@ entry_of_unit = straight_line(int32, (int32, UniTuple(int32, 4)), lambda ops, un
 
 
 def seek(shares: Shares):
-    """``total(lane, bounds, sizes, options)`` of the line, and ``find(place, lane, bounds, sizes, options) -> (entry, where it begins)``, by a warp."""
+    """``total(lane, bounds, sizes, options)``, how long the line is, and ``find(place, lane, bounds, sizes, options)``, the entry at a place of it
+    and where that begins; each by a warp."""
     costs, place_in = shares.costs(), shares.place_in()
     add_up = straight_line(int32, (UniTuple(int32, ENTRIES),), lambda ops, costs: costs[0] + costs[1] + (costs[2] + costs[3]))
     next_base = straight_line(int32, (int32,), lambda ops, base: base + ENTRIES * LANES)
