@@ -10,7 +10,7 @@ from ._version import __version__
 if TYPE_CHECKING:
     from .api import Explanation, backward, explain, forward, merge
     from .block_mask import BlockMask
-    from .decoding import DecodePlan, decode, plan_decode
+    from .decoding import DecodePlan, cascade, decode, plan_decode
     from .differentiable import attention
     from .environment import env
     from .plotting import plot_mask
@@ -28,6 +28,7 @@ __all__ = [
     "attention_varlen",
     "backward",
     "backward_varlen",
+    "cascade",
     "decode",
     "env",
     "explain",
@@ -48,6 +49,7 @@ _HOME = {
     "attention_varlen": "varlen",
     "backward": "api",
     "backward_varlen": "varlen",
+    "cascade": "decoding",
     "decode": "decoding",
     "env": "environment",
     "explain": "api",

@@ -7,12 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from .api import forward, merge
 from .arrays import LIBRARIES, one_library
 from .call import aligned_workspace, apart_of, called, check_apart, decode_call, device_of, run
 from .dispatch import contiguous_strides
 from .explanation import Explanation, explain_plan
 from .problem import (
     ITEMSIZE,
+    UnsupportedError,
     check_cache_lengths,
     check_causal,
     check_flag,
@@ -23,8 +25,12 @@ from .problem import (
     check_softcap,
     check_window,
 )
+from .problem.shapes import check_axes, check_equal
 
-__all__ = ["DecodePlan", "decode", "plan_decode"]
+__all__ = ["DecodePlan", "cascade", "decode", "plan_decode"]
+
+REQUIRED = ("q", "k", "v", "k_prefix", "v_prefix")
+"""Arrays that no call can do without."""
 
 MOST_KINDS_OF_RESULTS = 16
 """Kinds of results, given by the caller, that a plan remembers."""
@@ -265,14 +271,9 @@ class DecodePlan:
         TypeError, ValueError
             For an array of another kind than planned; the message says in what it differs.
         """
-        if self._lender is not None:
-            return self._run_lent(q, k_cache, v_cache, seqlens_k, page_table, out, lse, stream)
-        if self._library.decode is not None:  # torch records
-            return self._library.untraced(self._run)(q, k_cache, v_cache, seqlens_k, page_table, out, lse, stream)
-        return self._run(q, k_cache, v_cache, seqlens_k, page_table, out, lse, stream)
-
-    def _run(self, q, k_cache, v_cache, seqlens_k, page_table, out, lse, stream):
         inspect, library, kind = self._inspect, self._library, LIBRARIES.get
+        if library.decode is not None:  # torch records
+            return library.untraced(self.run)(q, k_cache, v_cache, seqlens_k, page_table, out=out, lse=lse, stream=stream)
         table_at, table_key, as_planned = 0, None, False
         if kind(type(q)) is kind(type(k_cache)) is kind(type(v_cache)) is kind(type(seqlens_k)) is library:
             q_at, q_key = inspect(q)
@@ -293,6 +294,8 @@ class DecodePlan:
                 and lengths_at
             )
         if not as_planned:
+            if self._lender is not None and kind(type(q)) is not library:
+                return self._run_lent(q, k_cache, v_cache, seqlens_k, page_table, out, lse, stream)
             arrays = {"q": q, "k": k_cache, "v": v_cache, "seqlens_k": seqlens_k, "page_table": page_table}
             q_at, k_at, v_at, lengths_at, table_at = self._addresses(arrays)
         if self._checked:
@@ -323,7 +326,8 @@ class DecodePlan:
             if x is not None and LIBRARIES.get(type(x)) is not self._lender:
                 _library_differs(name, x, self._lender)
         with self._lender.borrowed(given, stream) as (lent, stream):
-            self._run(*lent.values(), stream)
+            out_lent, lse_lent = lent.pop("out"), lent.pop("lse")
+            self.run(**lent, out=out_lent, lse=lse_lent, stream=stream)
         out = self.out if out is None else out
         return out if self.lse is None else (out, self.lse if lse is None else lse)
 
@@ -422,6 +426,116 @@ def _library_differs(argument, x, library):
     raise TypeError(f"{argument} must be an array of {library.name}, as planned; got {type(x).__name__}")
 
 
+def cascade(
+    q,
+    k_prefix,
+    v_prefix,
+    k_cache,
+    v_cache,
+    seqlens_k,
+    page_table=None,
+    *,
+    scale=None,
+    causal=False,
+    window=None,
+    softcap=None,
+    alibi_slopes=None,
+    sinks=None,
+    return_lse=False,
+    num_splits=None,
+):
+    """`decode` of sequences that all begin with the same keys, which are read once for the batch and not once for each sequence.
+
+    The prefix is attended by the queries of all sequences as rows of one problem, the rest of each sequence by `decode`, and `merge` puts the two
+    together: the cascade of Ye et al., "Cascade Inference: Memory Bandwidth Efficient Shared Prefix Batch Decoding" (2024).
+
+    Parameters
+    ----------
+    q : array, (batch, seqlen_q, heads, head_dim)
+        As `decode` takes it, with head dims from 1 to 256, of NumPy, CuPy, PyTorch or JAX.
+    k_prefix : array, (prefix, kv_heads, head_dim)
+        The keys that every sequence begins with.
+    v_prefix : array, (prefix, kv_heads, head_dim_v)
+    k_cache, v_cache, seqlens_k, page_table
+        As `decode` takes them: the keys that follow the prefix, and how many. The present q's are among them, so each query sees the whole prefix.
+    scale, softcap, sinks, num_splits
+        As in `decode`.
+    causal : bool, optional
+        As in `decode`.
+    window : (None, int or None), optional
+        As in `decode`, without a bound to the left: which part of the prefix it leaves out depends on lengths that only the device knows.
+    alibi_slopes : None
+        Not supported, for the same reason: distances from the prefix depend on lengths.
+    return_lse : bool, optional
+        Also return the logarithm of the sum of exponentiated scores, sinks included.
+
+    Returns
+    -------
+    out : array, (batch, seqlen_q, heads, head_dim_v)
+        What `decode` would return of caches that hold the prefix before each sequence; in 16-bit dtypes the two parts are rounded before they are
+        merged.
+    lse : array, (batch, heads, seqlen_q), only with ``return_lse``
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `decode`.
+    UnsupportedError
+        As `decode`, and for ALiBi, a window with a bound to the left, and arrays of other libraries.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import numbaflash as nf
+    >>> rng = np.random.default_rng(0)
+    >>> k_prefix, v_prefix = rng.standard_normal((2, 50, 2, 64), dtype=np.float32)
+    >>> k_cache, v_cache = rng.standard_normal((2, 3, 20, 2, 64), dtype=np.float32)
+    >>> q, lengths = rng.standard_normal((3, 1, 8, 64), dtype=np.float32), np.array([20, 1, 7])
+    >>> out = nf.cascade(q, k_prefix, v_prefix, k_cache, v_cache, lengths)
+    >>> flat = [np.concatenate([np.broadcast_to(p, (3, *p.shape)), c], axis=1) for p, c in ((k_prefix, k_cache), (v_prefix, v_cache))]
+    >>> bool(np.allclose(out, nf.decode(q, *flat, lengths + 50), atol=1e-6))
+    True
+    """
+    prefix = {"k_prefix": k_prefix, "v_prefix": v_prefix}
+    cache = {"q": q, "k": k_cache, "v": v_cache, "seqlens_k": seqlens_k, "page_table": page_table, "sinks": sinks, "alibi_slopes": alibi_slopes}
+    library = _library(cache | prefix)
+    if library.lends:
+        raise UnsupportedError(f"cascade takes arrays of NumPy, CuPy, PyTorch or JAX, whose axes it can rearrange; got arrays of {library.name}")
+    return_lse, (left, right) = check_flag("return_lse", return_lse), check_window(window)
+    if check_causal(causal) == "top_left":
+        raise ValueError('causal must be False or True (bottom-right) in a cascade, whose queries stand at the end; got "top_left"')
+    if left is not None:
+        raise UnsupportedError(f"a window with a bound to the left may cut the shared prefix at another key for each sequence; got window={window!r}")
+    if alibi_slopes is not None:
+        raise UnsupportedError(
+            "alibi_slopes in a cascade would need distances from the shared prefix, which depend on seqlens_k; call numbaflash.decode"
+        )
+    shape, facts = library.describe(q, "q").shape, {name: library.describe(x, name) for name, x in prefix.items()}
+    check_axes("q", shape, "(batch, seqlen_q, heads, head_dim)")
+    for name, each in facts.items():
+        check_axes(name, each.shape, f"(prefix, kv_heads, head_dim{'_v' if name[0] == 'v' else ''})")
+    _check_prefix(facts, library.describe(k_cache, "k_cache"), library.describe(v_cache, "v_cache"))
+    batch, seqlen_q, heads, _ = shape
+    alike = {"scale": scale, "softcap": softcap, "return_lse": True}
+    rest = decode(q, k_cache, v_cache, seqlens_k, page_table, causal=causal, window=(None, right), sinks=sinks, num_splits=num_splits, **alike)
+    rows = q.reshape(1, batch * seqlen_q, *shape[2:])
+    out, lse = forward(rows, k_prefix[None], v_prefix[None], **alike)
+    first = out.reshape(batch, seqlen_q, *out.shape[2:]), library.namespace.swapaxes(lse.reshape(heads, batch, seqlen_q), 0, 1)
+    out, lse = merge([first[0], rest[0]], [first[1], rest[1]])
+    return (out, lse) if return_lse else out
+
+
+def _check_prefix(prefix, k_cache, v_cache):
+    """The prefix must fit the caches; whatever else there is to check, `forward` does."""
+    for name, cache in (("k", k_cache), ("v", v_cache)):
+        given, other = prefix[f"{name}_prefix"], f"{name}_cache"
+        if given.dtype != cache.dtype:
+            raise TypeError(f"{name}_prefix must have the dtype of {other}, {cache.dtype}; got {given.dtype}")
+        if given.shape[1:] != cache.shape[2:]:
+            raise ValueError(f"{name}_prefix must have the heads and head dim of {other}, {tuple(cache.shape[2:])}; got {given.shape[1:]}")
+    check_equal("length (axis 0)", "v_prefix", prefix["v_prefix"].shape[0], "k_prefix", prefix["k_prefix"].shape[0])
+
+
 def _options(scale, causal, window, softcap):
     """Options that are numbers, checked as far as they can be without a look at the arrays."""
     return {
@@ -435,7 +549,7 @@ def _options(scale, causal, window, softcap):
 def _library(arrays):
     if arrays["seqlens_k"] is None:
         raise TypeError("seqlens_k must be an array of int32 or int64, (batch,): the valid keys of each sequence; got None")
-    return one_library(**{called(name, "decode"): x for name, x in arrays.items() if x is not None or name in ("q", "k", "v")})
+    return one_library(**{called(name, "decode"): x for name, x in arrays.items() if x is not None or name in REQUIRED})
 
 
 def _checks() -> bool:

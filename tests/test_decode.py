@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from attention import assert_close
+from attention import TOLERANCE, assert_close
 from decode_cases import CASES, DecodeCase
 from hypothesis import given
 from hypothesis import strategies as st
@@ -444,3 +444,277 @@ def test_borrowed_arrays(monkeypatch):
 def test_importing_costs_nothing():
     code = "import sys, numbaflash; numbaflash.decode; assert 'numba' not in sys.modules and 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ})
+
+
+# Plans
+
+ARGUMENTS = ("q", "k_cache", "v_cache", "seqlens_k", "page_table")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_is_a_call(target, name):
+    case = CASES[name]
+    skip_what_it_has_not(target, case)
+    given = case.arrays(target.library)
+    more = {"num_splits": case.num_splits, "return_lse": True, **case.options}
+    with dispatch.use_family(target.family):
+        try:
+            want = numbaflash.decode(**given, **more)
+        except numbaflash.UnsupportedError:
+            pytest.skip("no such parts")
+        plan = numbaflash.plan_decode(**given, **more)
+    for _ in range(2):
+        out, lse = plan.run(**{name: x for name, x in given.items() if name in ARGUMENTS})
+        assert out is plan.out and lse is plan.lse
+        for got, one in zip((out, lse), want, strict=True):
+            np.testing.assert_array_equal(target.numpy(got), target.numpy(one))
+
+
+def planned(**options):
+    given = arrays()
+    return numbaflash.plan_decode(*given, causal=True, **options), given
+
+
+def test_lengths_and_pages_may_change_from_run_to_run():
+    plan, (q, k, v, lengths, table) = planned()
+    filled = [np.nan_to_num(x) for x in (k, v)]
+    for change in (0, 1, 5):
+        want = numbaflash.decode(q, *filled, lengths + change, table[::-1].copy(), causal=True)
+        np.testing.assert_array_equal(plan.run(q, *filled, lengths + change, table[::-1].copy()), want)
+
+
+def test_options_are_read_in_each_run():
+    sinks, slopes = np.zeros(4, np.float32), np.full(4, 0.1, np.float32)
+    plan, given = planned(sinks=sinks, alibi_slopes=slopes)
+    before = plan.run(*given).copy()
+    sinks[:], slopes[:] = 3, 0.2
+    want = numbaflash.decode(*given, causal=True, sinks=sinks, alibi_slopes=slopes)
+    np.testing.assert_array_equal(plan.run(*given), want)
+    assert not np.array_equal(before, want)
+
+
+def test_results_that_a_run_is_given():
+    plan, given = planned(return_lse=True)
+    want, want_lse = (x.copy() for x in plan.run(*given))
+    for with_lse in (True, False):
+        for _ in range(2):
+            out, lse = np.full_like(want, np.nan), np.full_like(want_lse, np.nan) if with_lse else None
+            plan.lse[:] = np.nan
+            found = plan.run(*given, out=out, lse=lse)
+            assert found[0] is out and found[1] is (lse if with_lse else plan.lse)
+            assert out.tobytes() == want.tobytes() and found[1].tobytes() == want_lse.tobytes()
+    q, k, v, lengths, table = given
+    memory = np.zeros(v.size + 8, np.float32)
+    inside = memory[: v.size].reshape(v.shape)
+    overlapping = memory[: want.size].reshape(want.shape)
+    bad = {
+        r"out must have shape \(3, 2, 4, 24\)": {"out": want[:2]},
+        "out must be row-major": {"out": np.empty((4, 2, 3, 24), np.float32).transpose(2, 1, 0, 3)},
+        "an address that 16 bytes divide": {"out": memory[1 : 1 + want.size].reshape(want.shape)},
+        "out must be writable": {"out": np.broadcast_to(np.float32(0), want.shape)},
+        "out must not share memory with v_cache": {"v_cache": inside, "out": overlapping},
+    }
+    for message, change in bad.items():
+        for _ in range(2):  # what is refused is not remembered
+            with pytest.raises(ValueError, match=message):
+                plan.run(**dict(zip(ARGUMENTS, given, strict=True)) | change)
+    with pytest.raises(TypeError, match="lse must have dtype float32"):
+        plan.run(*given, lse=want_lse.astype(np.float64))
+    with pytest.raises(ValueError, match="the plan computes none"):
+        numbaflash.plan_decode(*given).run(*given, lse=want_lse)
+
+
+OTHER = {
+    "shape": (lambda a: {"q": a["q"][:, :1].copy()}, ValueError, r"q must have the planned shape \(3, 2, 4, 16\); got \(3, 1, 4, 16\)"),
+    "strides": (lambda a: {"k_cache": np.repeat(a["k_cache"], 2, 2)[:, :, ::2]}, ValueError, "k_cache must have the planned strides"),
+    "dtype": (lambda a: {"v_cache": a["v_cache"].astype(np.float64)}, ValueError, "v_cache must have the planned dtype float32; got float64"),
+    "dtype of lengths": (lambda a: {"seqlens_k": a["seqlens_k"].astype(np.int64)}, ValueError, "seqlens_k must have the planned dtype int32"),
+    "no table": (lambda a: {"page_table": None}, ValueError, "page_table: the plan has one; got none"),
+    "a list": (lambda a: {"seqlens_k": [1, 2, 3]}, TypeError, "seqlens_k must be an array of NumPy, as planned; got list"),
+    "None": (lambda a: {"q": None}, ValueError, "q: the plan has one; got none"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_another_kind_than_planned(name):
+    plan, given = planned()
+    given = dict(zip(ARGUMENTS, given, strict=True))
+    change, error, message = OTHER[name]
+    with pytest.raises(error, match=message):
+        plan.run(**given | change(given))
+
+
+def test_alignment_of_a_plan():
+    plan, (q, k, v, lengths, table) = planned()
+    want = plan.run(q, k, v, lengths, table).copy()
+    room = np.zeros(q.size + 4, np.float32)
+    at = (-room.ctypes.data // 4) % 4
+    for skip, fits in ((at, True), ((at + 1) % 4, False)):
+        moved = room[skip : skip + q.size].reshape(q.shape)
+        moved[:] = q
+        if fits:
+            np.testing.assert_array_equal(plan.run(moved, k, v, lengths, table), want)
+        else:
+            with pytest.raises(ValueError, match="q must lie at an address that 16 bytes divide"):
+                plan.run(moved, k, v, lengths, table)
+            better = numbaflash.plan_decode(moved, k, v, lengths, table, causal=True)
+            np.testing.assert_array_equal(better.run(q, k, v, lengths, table), want)
+
+
+def test_a_table_that_is_not_planned_and_other_libraries():
+    import torch
+
+    q, k, v, lengths, table = arrays()
+    contiguous = [gathered(x, table, lengths) for x in (k, v)]
+    plan = numbaflash.plan_decode(q, *contiguous, lengths)
+    with pytest.raises(ValueError, match="page_table: the plan has none; got one"):
+        plan.run(q, *contiguous, lengths, table)
+    with pytest.raises(TypeError, match="q must be an array of NumPy, as planned; got Tensor"):
+        plan.run(torch.from_numpy(q), *contiguous, lengths)
+    with pytest.raises(ValueError, match="stream is for arrays on a CUDA device"):
+        plan.run(q, *contiguous, lengths, stream=3)
+
+
+def test_plans_of_torch():
+    import torch
+
+    host = arrays()
+    given = [torch.from_numpy(x) for x in host]
+    plan = numbaflash.plan_decode(*given, causal=True, return_lse=True)
+    want, want_lse = numbaflash.decode(*host, causal=True, return_lse=True)
+    versions = plan.out._version
+    out, lse = plan.run(*given)
+    assert out.numpy().tobytes() == want.tobytes() and lse.numpy().tobytes() == want_lse.tobytes() and out._version > versions
+    compiled = torch.compile(lambda *x: plan.run(*x)[0] * 2, backend="eager")
+    assert torch.equal(compiled(*given), out * 2)
+    with pytest.raises(ValueError, match="takes part in automatic differentiation"):
+        plan.run(given[0].clone().requires_grad_(), *given[1:])
+    with pytest.raises(ValueError, match="k_cache must have the planned dtype float32; got float16"):
+        plan.run(given[0], given[1].half(), *given[2:])
+
+
+def test_plans_of_borrowed_arrays():
+    host = arrays()
+    lent = [Lent(x) for x in host]
+    want = numbaflash.decode(*host, causal=True)
+    plan = numbaflash.plan_decode(*lent, causal=True)
+    assert plan.run(*lent) is plan.out and plan.out.tobytes() == want.tobytes()
+    room = Lent(np.full_like(want, np.nan))
+    assert plan.run(*lent, out=room) is room and room.array.tobytes() == want.tobytes()
+    with pytest.raises(TypeError, match="k_cache must be an array of .*, as planned; got ndarray"):
+        plan.run(lent[0], host[1], *lent[2:])
+    with pytest.raises(ValueError, match="q must have the planned shape"):
+        plan.run(Lent(host[0][:, :1]), *lent[1:])
+
+
+def test_no_plans_of_jax():
+    import jax.numpy as jnp
+
+    with pytest.raises(TypeError, match="q must not be an array of JAX in a plan: XLA owns memory"):
+        numbaflash.plan_decode(*map(jnp.asarray, arrays()))
+
+
+def test_what_a_plan_says_of_itself(monkeypatch):
+    plan, given = planned(num_splits=2)
+    told = plan.explain()
+    assert told.plan is plan.plan and plan.plan.direction == "decode" and "page_table" in str(told)
+    assert repr(plan).startswith("DecodePlan(cpu on cpu: float32, q (3, 2, 4, 16)") and "pages of 8" in repr(plan)
+    empty = numbaflash.plan_decode(given[0][:, :0], *given[1:])
+    assert empty.run(given[0][:, :0], *given[1:]).shape == (3, 0, 4, 24) and empty.plan is None
+    assert "nothing to compute" in repr(empty) and "no element" in str(empty.explain())
+    monkeypatch.setenv("NUMBAFLASH_CHECK", "1")
+    checking = numbaflash.plan_decode(*given)
+    with pytest.raises(ValueError, match="seqlens_k must be from 0"):
+        checking.run(*given[:3], given[3] + 1000, given[4])
+
+
+def test_a_plan_of_many_kinds_of_results():
+    """Kinds that are remembered are no more than a few."""
+    from numbaflash import decoding
+
+    plan, given = planned()
+    out = np.empty((decoding.MOST_KINDS_OF_RESULTS + 2, *plan.out.shape), np.float32)
+    plan._apart = {n: None for n in range(decoding.MOST_KINDS_OF_RESULTS)}
+    plan.run(*given, out=out[0])
+    assert len(plan._apart) == 1
+
+
+# Cascades
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"softcap": 2.0, "scale": 0.2}, {"causal": True, "window": (None, 3)}, {"with_sinks": True}], ids=str
+)
+@pytest.mark.parametrize("paged", [True, False])
+def test_a_cascade_is_the_flat_computation(options, paged):
+    rng = np.random.default_rng(2)
+    options = dict(options)
+    if options.pop("with_sinks", False):
+        options["sinks"] = rng.standard_normal(4, dtype=np.float32)
+    q, k, v, lengths, table = arrays((40, 2, 17))
+    k_prefix, v_prefix = rng.standard_normal((29, 2, 16), dtype=np.float32), rng.standard_normal((29, 2, 24), dtype=np.float32)
+    contiguous = [gathered(x, table, lengths) for x in (k, v)]
+    flat = [np.concatenate([np.broadcast_to(p, (3, *p.shape)), x], axis=1) for p, x in zip((k_prefix, v_prefix), contiguous, strict=True)]
+    want = numbaflash.decode(q, *flat, lengths + 29, return_lse=True, **options)
+    caches = ((k, v), table) if paged else (contiguous, None)
+    for splits in (None, 3):
+        found = numbaflash.cascade(q, k_prefix, v_prefix, *caches[0], lengths, caches[1], return_lse=True, num_splits=splits, **options)
+        assert_close(found, want)
+    assert_close([numbaflash.cascade(q, k_prefix, v_prefix, *caches[0], lengths, caches[1], **options)], want[:1])
+
+
+def test_cascades_nest():
+    """Prefix and rest may be divided anywhere, and merged in any order."""
+    rng = np.random.default_rng(4)
+    q = rng.standard_normal((2, 1, 4, 16), dtype=np.float32)
+    k, v = rng.standard_normal((2, 60, 2, 16), dtype=np.float32)
+    caches = rng.standard_normal((2, 2, 9, 2, 16), dtype=np.float32)
+    lengths = np.array([9, 0])
+    want = numbaflash.cascade(q, k, v, *caches, lengths, return_lse=True)
+    for cut in (0, 1, 31, 60):
+        rest = numbaflash.cascade(q, k[cut:], v[cut:], *caches, lengths, return_lse=True)
+        first = numbaflash.forward(q, *(np.broadcast_to(x[:cut], (2, cut, 2, 16)) for x in (k, v)), return_lse=True)
+        for parts in ((first, rest), (rest, first)):
+            assert_close(numbaflash.merge(*zip(*parts, strict=True)), want)
+
+
+def test_cascades_of_libraries():
+    import jax
+    import jax.numpy as jnp
+    import torch
+
+    rng = np.random.default_rng(5)
+    q, k, v, lengths, table = arrays()
+    prefix = rng.standard_normal((11, 2, 16), dtype=np.float32), rng.standard_normal((11, 2, 24), dtype=np.float32)
+    given = (q, *prefix, k, v, lengths, table)
+    want = numbaflash.cascade(*given, causal=True)
+    assert_close([numbaflash.cascade(*map(torch.from_numpy, given), causal=True)], [want])
+    assert_close([jax.jit(lambda *x: numbaflash.cascade(*x, causal=True))(*map(jnp.asarray, given))], [want])
+    with pytest.raises(numbaflash.UnsupportedError, match="cascade takes arrays of NumPy, CuPy, PyTorch or JAX"):
+        numbaflash.cascade(*map(Lent, given))
+    half = [x.astype(np.float16) if x.dtype == np.float32 else x for x in given]
+    np.testing.assert_allclose(numbaflash.cascade(*half, causal=True), want, atol=TOLERANCE["float16"], rtol=TOLERANCE["float16"])
+
+
+def test_what_a_cascade_refuses():
+    q, k, v, lengths, table = arrays()
+    prefix = np.zeros((5, 2, 16), np.float32), np.zeros((5, 2, 24), np.float32)
+    rest = k, v, lengths, table
+    with pytest.raises(numbaflash.UnsupportedError, match="window with a bound to the left"):
+        numbaflash.cascade(q, *prefix, *rest, window=(4, None))
+    with pytest.raises(numbaflash.UnsupportedError, match="alibi_slopes in a cascade"):
+        numbaflash.cascade(q, *prefix, *rest, alibi_slopes=np.zeros(4, np.float32))
+    with pytest.raises(ValueError, match="causal must be False or True"):
+        numbaflash.cascade(q, *prefix, *rest, causal="top_left")
+    with pytest.raises(ValueError, match=r"k_prefix must have 3 axes \(prefix, kv_heads, head_dim\)"):
+        numbaflash.cascade(q, prefix[0][None], prefix[1], *rest)
+    with pytest.raises(ValueError, match=r"v_prefix must have the heads and head dim of v_cache, \(2, 24\); got \(2, 16\)"):
+        numbaflash.cascade(q, prefix[0], prefix[0], *rest)
+    with pytest.raises(ValueError, match=r"v_prefix must have the same length \(axis 0\) as k_prefix"):
+        numbaflash.cascade(q, prefix[0][1:], prefix[1], *rest)
+    with pytest.raises(TypeError, match="k_prefix must have the dtype of k_cache"):
+        numbaflash.cascade(q, prefix[0].astype(np.float16), prefix[1], *rest)
+    with pytest.raises(TypeError, match="k_prefix must be an array"):
+        numbaflash.cascade(q, None, prefix[1], *rest)
+    with pytest.raises(ValueError, match="q must have at most 64 tokens"):
+        numbaflash.cascade(np.zeros((3, 65, 4, 16), np.float32), *prefix, *rest)
