@@ -252,7 +252,7 @@ BAD = {
     "no lengths": (lambda a: {"seqlens_k": None}, TypeError, "seqlens_k must be an array of int32 or int64"),
     "lengths of floats": (lambda a: {"seqlens_k": a["seqlens_k"].astype(np.float32)}, TypeError, "seqlens_k must be int32 or int64"),
     "lengths of another batch": (lambda a: {"seqlens_k": a["seqlens_k"][:2]}, ValueError, r"seqlens_k must have shape \(batch,\)"),
-    "no parts": (lambda a: {"num_splits": 0}, ValueError, "num_splits must be at least 1"),
+    "no parts": (lambda a: {"num_splits": 0}, ValueError, "num_splits must be from 1 to 256"),
     "half a part": (lambda a: {"num_splits": 1.5}, TypeError, "num_splits must be an integer or None"),
     "parts that are a truth": (lambda a: {"num_splits": True}, TypeError, "num_splits must be an integer or None"),
     "wrong out": (lambda a: {"out": np.zeros((3, 2, 4, 16), np.float32)}, ValueError, r"out must have shape \(3, 2, 4, 24\)"),
