@@ -80,6 +80,16 @@ class Library:
         """Address of the first element, and a hashable key: arrays of equal keys have equal facts, the address aside."""
         raise NotImplementedError
 
+    def same_kind(self, x):
+        """A function of an array of this library: its address, 0 where the keys of `inspect` differ."""
+        inspect, (_, key) = self.inspect, self.inspect(x)
+
+        def address(other):
+            at, other_key = inspect(other)
+            return at if other_key == key else 0
+
+        return address
+
     def inspect_result(self, x) -> tuple[int, tuple]:
         """The same for an array that will be written: its key tells read-only from writable."""
         return self.inspect(x)
