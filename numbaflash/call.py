@@ -155,10 +155,12 @@ def prepare_decode(key, library: Library, arrays: dict, options: dict, with_lse:
     return _remember(key, decode_call(library, arrays, options, with_lse, num_splits))
 
 
-def decode_call(library: Library, arrays: dict, options: dict, with_lse: bool, num_splits: int | None) -> Call:
+def decode_call(library: Library, arrays: dict, options: dict, with_lse: bool, num_splits: int | None, *, keeps_workspace: bool = False) -> Call:
     """Such a call, which nobody else finds."""
     facts, problem = describe(library, arrays, options, "decode")
     plan = None if problem.is_empty else plan_decode_call(problem, facts, with_lse, num_splits, device_of(facts["q"]))
+    if plan is not None and keeps_workspace:
+        plan = dispatch.keep_workspace(plan)
     return _call("decode", library, arrays["q"], facts, problem, plan)
 
 

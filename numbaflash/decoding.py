@@ -214,7 +214,8 @@ class DecodePlan:
     """What `plan_decode` returns: call `run`, again and again.
 
     Results and workspace belong to the plan: the next run overwrites what the last one returned, so runs must follow each other on one stream, or
-    wait. Keep the plan until its work is done. Runs can be captured in a CUDA graph, and replayed while the lengths grow.
+    wait. Keep the plan until its work is done. Making one waits for the device, once. Runs can be captured in a CUDA graph, and replayed while the
+    lengths grow.
 
     Attributes
     ----------
@@ -234,7 +235,7 @@ class DecodePlan:
         self.plan, self.out, self.lse = call.plan, out, lse
         self._library, self._call, self._lender = library, call, lender
         self._inspect, self._launch, self._current_stream = library.inspect, call.launch, call.current_stream
-        self._workspace = None if call.workspace is None else call.workspace(None)
+        self._workspace = None if call.workspace is None else _zeroed(library, call.workspace(None))
         self._q_key, self._k_key, self._v_key, self._lengths_key = (library.inspect(arrays[name])[1] for name in ("q", "k", "v", "seqlens_k"))
         self._table_key = library.inspect(arrays["page_table"])[1] if "page_table" in arrays else None
         self._options = [arrays[name] for name in ("alibi_slopes", "sinks") if name in arrays]
@@ -409,12 +410,19 @@ class DecodePlan:
 
 def _with_results(library, arrays, options, return_lse, num_splits):
     """(call, out, lse): the call as plans of new results are made, or of these where they lie otherwise."""
-    call = decode_call(library, arrays, options, return_lse, num_splits)
+    call = decode_call(library, arrays, options, return_lse, num_splits, keeps_workspace=True)
     out, lse = call.new["out"](None), call.new["lse"](None) if return_lse else None
     results = {name: x for name, x in (("out", out), ("lse", lse)) if x is not None}
     if any(library.address(x) & 15 for x in results.values()):  # less than every plan takes for granted
-        call = decode_call(library, arrays | results, options, return_lse, num_splits)
+        call = decode_call(library, arrays | results, options, return_lse, num_splits, keeps_workspace=True)
     return call, out, lse
+
+
+def _zeroed(library, workspace):
+    """All 0 for whatever stream the first run is on: the host waits for it, this once."""
+    library.clear(workspace, None)
+    library.values(workspace)
+    return workspace
 
 
 def _strides_differ(facts, planned):

@@ -327,6 +327,13 @@ def make_decode_plan(problem: Problem, layouts: Layouts, device: Device, num_spl
     return _first_plan(problem, device, "decode", lambda package: package.plan(problem, layouts, device, num_splits))
 
 
+def keep_workspace(plan: Plan) -> Plan:
+    """The plan for a workspace that is 0 at first and is then touched by nothing but this plan's launches, one after the other: kernels may keep
+    counters in it. The same plan where its family has no use for that."""
+    keep = getattr(family(plan.family, plan.direction), "keep_workspace", None)
+    return plan if keep is None else keep(plan)
+
+
 def _first_plan(problem, device, direction, plan_with):
     forced = _forced.get()
     rejected = {}

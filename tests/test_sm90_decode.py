@@ -97,6 +97,23 @@ def test_kernels_compile_without_spills(dims, options, num_splits):
             assert opcodes["LDGSTS"] >= config.stages, "keys and values come by asynchronous copies"
 
 
+def test_a_plan_that_keeps_its_workspace_is_one_kernel():
+    for options, num_splits in (({}, None), ({"page_size": 16, "seqlen_q": 4, "causal": True, "sinks": ((8,), "float32")}, None), ({}, 4)):
+        wanted = plan(problem(**options), num_splits)
+        kept = decoding.keep_workspace(wanted)
+        ((request, parameters, grid, threads, shared_bytes),) = decoding.launches(kept)
+        ptx = toolchain.compile_ptx(request)
+        check_launch(ptx, tuple(parameters), grid, threads, shared_bytes, MAX_SHARED)
+        report = toolchain.ptxas_report(ptx, request.arch)
+        assert (report.stack_bytes, report.spill_stores, report.notes) == (0, 0, ()) and report.registers * threads * kept.config.blocks <= 65536
+        config = kept.config
+        assert kept.workspace_bytes == Workspace.of(config, grid[0], items(kept.problem, config), num_splits or 1).total
+    many = plan(problem(batch=1, kv_heads=1, capacity=100_000))
+    assert decoding.keep_workspace(many) == many, "more parts than one block should merge"
+    whole = plan(problem(), 1)
+    assert decoding.keep_workspace(whole) == whole
+
+
 def test_without_a_split_there_is_nothing_to_merge():
     assert len(decoding.launches(plan(problem(), 1))) == 1 and plan(problem(), 1).workspace_bytes == 0
     assert len(decoding.launches(plan(problem(), 2))) == 2
@@ -116,6 +133,7 @@ class Bodies:
     """The straight-line bodies of the schedule as Python functions of one thread."""
 
     def __init__(self, monkeypatch):
+        self.merged = {}
         for module in (schedule, loading):
             monkeypatch.setattr(module, "straight_line", lambda result, argtypes, body: simulated(argtypes, body))
 
@@ -126,6 +144,7 @@ class Bodies:
         bounds = tuple(np.int32(n) for n in (p.seqlen_q, p.seqlen_k, p.offset, p.left or 0, p.right or 0))
         sizes = tuple(np.int32(n) for n in (p.batch, p.kv_heads, row_tiles(p, config), splits or 1))
         costs, place_in, entry_at, part_at, found = shares.costs(), shares.place_in(), shares.entry(), shares.part(), shares.found()
+        parts_of = shares.parts()
         parts, told = [], []
         if splits:
             fixed = shares.fixed_part()
@@ -163,6 +182,8 @@ class Bodies:
                 begins, words = found(part, np.int32(entry), block, np.int32(blocks), total, sizes)
                 if begins:
                     told.append(tuple(map(int, words)))
+                if slot >= 0:
+                    self.merged[slot] = tuple(map(int, parts_of(part, np.int32(entry), block, np.int32(blocks), total, cost, sizes)))
                 place = end
         return parts, told, spans
 
@@ -189,7 +210,8 @@ def test_parts_cover_all_keys_once(lengths, blocks, splits, seqlen_q, window, dt
         p = problem(batch=len(lengths), seqlen_q=seqlen_q, lengths=dtype, causal=True, window=window)
         config = decode_config(p, num_splits=splits)
         values = np.array(lengths, dtype)
-        parts, told, spans = Bodies(patch).parts(p, config, values, blocks, splits)
+        bodies = Bodies(patch)
+        parts, told, spans = bodies.parts(p, config, values, blocks, splits)
     keys, slots = defaultdict(list), defaultdict(list)
     for slot, entry, head, row_tile, first, last in parts:
         keys[entry, head, row_tile] += range(first, last)
@@ -208,6 +230,7 @@ def test_parts_cover_all_keys_once(lengths, blocks, splits, seqlen_q, window, dt
             entry, rest = divmod(number, p.kv_heads * row_tiles(p, config))
             mine = slots[(entry, *divmod(rest, row_tiles(p, config)))]
             assert mine == ([-1] if count == 0 else [2 * (block + n) + (n == 0) for n in range(count)]), "where the merge looks for them"
+            assert all(bodies.merged[slot] == (block, count, number) for slot in mine if slot >= 0), "what each knows of the others"
     elif splits > 1:
         for number, mine in enumerate(slots.values()):
             assert mine == [number * splits + n for n in range(splits)]

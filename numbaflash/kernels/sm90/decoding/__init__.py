@@ -17,7 +17,7 @@ from ....dispatch import Device, Launch, Layouts, Plan, missing, operands
 from ....problem import ITEMSIZE, Problem
 from ..config import ELEMENTS
 from ..tensor_maps import refusal, row_major
-from .config import LANES, MERGE_TILES, Q_TILE, DecodeConfig, SharedMemory, Workspace, decode_config, items, merge_shares_of, row_tiles
+from .config import LANES, MERGE_TILES, MOST_MERGED, Q_TILE, DecodeConfig, SharedMemory, Workspace, decode_config, items, merge_shares_of, row_tiles
 
 FEATURES = frozenset({"softcap", "alibi_slopes", "sinks", "seqlens_k", "page_table"})
 """`Problem.features` that the kernels have."""
@@ -83,11 +83,20 @@ def plan(problem: Problem, layouts: Layouts, device: Device, num_splits: int | N
     )
 
 
+def keep_workspace(plan: Plan) -> Plan:
+    """See `numbaflash.dispatch.keep_workspace`: one kernel instead of two, where an item has few parts."""
+    count = items(plan.problem, plan.config)
+    if plan.num_splits == 1 or plan.config.division != "keys" or (plan.num_splits or plan.grid[0] // count) > MOST_MERGED:
+        return plan
+    config = replace(plan.config, last_merges=True)
+    return replace(plan, config=config, workspace_bytes=Workspace.of(config, plan.grid[0], count, plan.num_splits or 1).total)
+
+
 def launches(plan: Plan) -> list[tuple[toolchain.KernelRequest, list, tuple, int, int]]:
     """Kernels of a plan in their order, each with its parameters, grid, threads and bytes of shared memory."""
     config, problem = plan.config, plan.problem
     main = (toolchain.KernelRequest(_BUILD, config, _ARCH), _parameters(plan), plan.grid, plan.threads, plan.shared_bytes)
-    if plan.num_splits == 1:
+    if plan.num_splits == 1 or config.last_merges:
         return [main]
     merges = plan.grid[0] if config.balanced and not config.few_items else items(problem, config)
     shared_bytes = config.merge_warps * (MERGE_TILES * LANES * 4 * config.kept + LANES * 16) + 1024
@@ -171,4 +180,4 @@ def _merge_parameters(plan: Plan) -> list:
     ]
 
 
-__all__ = ["FEATURES", "DecodeConfig", "launches", "plan", "prepare", "requests", "resources", "supports"]
+__all__ = ["FEATURES", "DecodeConfig", "keep_workspace", "launches", "plan", "prepare", "requests", "resources", "supports"]

@@ -17,8 +17,11 @@ LANES = 32
 FOUND_BYTES = 16
 """Of what a block tells the kernel that merges about an item: `schedule.Shares.found`."""
 
-MERGE_TILES, MERGED_AT_ONCE = 4, 4
-"""Tiles of 8 columns that a block merges, and partial results that a warp of it has on their way."""
+MERGE_TILES = 4
+"""Tiles of 8 columns that a block of the kernel that merges has."""
+
+MOST_MERGED = 32
+"""Parts of an item on average up to which a single block merges them."""
 
 _FEW_ITEMS = 128
 _SHARED_BYTES, _RESERVED_BYTES = 227 * 1024, 1024  # of a multiprocessor, and what the system takes of it for each block
@@ -59,6 +62,9 @@ class DecodeConfig:
     few_items : bool
         There are fewer tiles of queries than multiprocessors, so that each is shared by many blocks. Then blocks that merge are launched for each of
         these, otherwise for each block that may have left one to others.
+    last_merges : bool
+        Who is the last to finish a part of an item merges them all, by counters that the workspace keeps from launch to launch. Otherwise a second
+        kernel does.
     negative_scale : bool
         Scores are negated, so that their maximum is the scaled maximum.
     options : Options
@@ -81,6 +87,7 @@ class DecodeConfig:
     page_size: int = 0
     balanced: bool = True
     few_items: bool = True
+    last_merges: bool = False
     negative_scale: bool = False
     options: Options = Options()
 
@@ -125,8 +132,13 @@ class DecodeConfig:
 
     @property
     def merge_warps(self) -> int:
-        """Of a block that merges. Where many blocks have little to merge each, their size is what counts."""
-        return 8 if self.few_items else 2
+        """Warps that take turns at the partial results of an item. Where many blocks have little to merge each, their size is what counts."""
+        return 1 if self.last_merges else 8 if self.few_items else 2
+
+    @property
+    def merged_at_once(self) -> int:
+        """Partial results that a warp has on their way when it merges."""
+        return 8 if self.last_merges else 4
 
     @property
     def kept(self) -> int:
@@ -182,6 +194,8 @@ class Workspace:
         statistics = config.column_tiles * LANES * 4 * config.kept
         slot_bytes = statistics + LANES * 16
         head = (items if config.few_items else blocks) * FOUND_BYTES if config.balanced else 0
+        if config.last_merges:
+            head = -(-items * 4 // 512) * 512
         slots = 2 * blocks if config.balanced else items * splits if splits > 1 else 0
         return cls(head, slot_bytes, statistics, head + slots * config.row_warps * slot_bytes)
 

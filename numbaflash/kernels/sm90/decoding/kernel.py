@@ -13,14 +13,14 @@ from numba import cuda
 from numba.cuda import types
 from numba.cuda.types import UniTuple, int32, uint64
 
-from ....ptx import cp_async, dependent, fragment, mma, shared, warp
+from ....ptx import bulk, cp_async, dependent, fragment, mma, shared, warp
 from ....ptx.index import following, plus, warp_of, within_warp, zero
 from ....ptx.straight import straight_line
 from ....toolchain import KernelSource
 from ...bands import BOUNDS, Band
 from ..scores import Scores, option_types
 from . import merging
-from .config import FOUND_BYTES, MERGE_TILES, MERGED_AT_ONCE, Q_TILE, DecodeConfig, SharedMemory, merge_shares_of
+from .config import FOUND_BYTES, MERGE_TILES, Q_TILE, DecodeConfig, SharedMemory, merge_shares_of
 from .loading import SEEN, STRIDES, Loads, head_of, table_of
 from .schedule import SIZES, WORDS, Shares, entry_of_unit, seek, share_of
 
@@ -39,7 +39,7 @@ def build(config: DecodeConfig) -> KernelSource:
     band = Band(Q_TILE, config.keys, config.group, config.left, config.right)
     keys, warps, stages, shared_keys = config.keys, config.warps, config.stages, config.division != "keys"
     shared_q, of_rows, of_columns = config.shared_q, config.division == "rows", config.division == "columns"
-    paged, balanced, few_items = config.page_size > 0, config.balanced, config.few_items
+    paged, balanced, few_items, last_merges = config.page_size > 0, config.balanced, config.few_items, config.last_merges
     step_of_steps = 1 if shared_keys else warps
 
     total_of, find = seek(shares)
@@ -60,6 +60,7 @@ def build(config: DecodeConfig) -> KernelSource:
 
     put, merge_warps, own, store = partials.put(), partials.merge_warps(), partials.own(), partials.store()
     as_statistics, write, write_lse = partials.as_statistics(), partials.write(), partials.write_lse()
+    nothing, add, parts_of = partials.nothing(), partials.add(), shares.parts()
 
     def seen_of(ops, last, bounds):
         """The keys of a part that some query sees: (first, one past the last). What comes before the part is not asked for."""
@@ -109,6 +110,10 @@ def build(config: DecodeConfig) -> KernelSource:
             ops.put(at + 4 * n, word, (begins != 0) & (thread == 0))
 
     put_found = straight_line(types.void, (uint64, WORDS, int32, int32), put_found)
+    counter_of = straight_line(uint64, (uint64, int32), lambda ops, counters, item: counters + ops.wide(item) * 4)
+    is_last = straight_line(int32, (int32, int32), lambda ops, ticket, count: ops.truth(ticket == count - 1))
+    reset = straight_line(types.void, (uint64, int32), lambda ops, counter, thread: ops.put(counter, ops.integer(0), thread == 0))
+    next_parts = straight_line(int32, (int32,), lambda ops, number: number + config.merged_at_once)
     q_of = straight_line(
         uint64,
         (uint64, STRIDES, int32, int32),
@@ -139,7 +144,7 @@ def build(config: DecodeConfig) -> KernelSource:
         out_strides = (out_batch, out_row, out_head)
 
         dependent.wait()
-        entry, start, place = zero(), zero(), zero()
+        entry, start, place, total = zero(), zero(), zero(), zero()
         if balanced:
             total = total_of(lane, all_bounds, sizes, options)
             blocks = fewer(blocks, total)
@@ -224,21 +229,41 @@ def build(config: DecodeConfig) -> KernelSource:
                 cuda.syncthreads()
                 partial = merge_warps(base, s_statistics, number, lane, scale_log2)
                 cuda.syncthreads()
-            if slot < 0:
+            complete = slot < 0
+            if not complete:
+                store(slots, slot, row_warp, share, lane, partial)
+                if last_merges:
+                    origin, count, item = parts_of(part, entry, block, blocks, total, costs[0], sizes)
+                    counter = counter_of(found, item)
+                    cuda.threadfence()
+                    cuda.syncthreads()
+                    if thread == 0:
+                        shared.store(s_statistics, bulk.take_ticket(counter))
+                    cuda.syncthreads()
+                    if is_last(shared.load(s_statistics), count) != 0:
+                        complete = True
+                        cuda.threadfence()
+                        partial, number_of_part = nothing(), zero()
+                        while number_of_part < count:
+                            partial = add(partial, slots, origin, row_warp, number_of_part, count, share, lane, scale_log2)
+                            number_of_part = next_parts(number_of_part)
+                        reset(counter, thread)
+                    cuda.syncthreads()
+            if complete:
                 values, statistics = as_statistics(partial)
                 statistics = finish(statistics, row, head, seqlen_q, scale_log2, options)
                 write(out, out_strides, entry, head, row, share, lane, seqlen_q, values, statistics)
                 write_lse(lse, entry, head, row, share, lane, heads, seqlen_q, statistics)
-            else:
-                store(slots, slot, row_warp, share, lane, partial)
-            if balanced:
+            if last_merges:
+                place = end if balanced else plus(place, blocks)
+            elif balanced:
                 begins, words = found_by(part, entry, block, blocks, total, sizes)
                 if few_items:
                     put_found(found, words, begins, thread)
                 place = end
             else:
                 place = plus(place, blocks)
-        if balanced and not few_items:
+        if balanced and not (few_items or last_merges):
             put_found(found, words, following(zero()), thread)
 
     return KernelSource(kernel, _signature(config, 8, 14, 11), threads=config.threads, min_blocks=config.blocks, fastmath=False)
@@ -268,7 +293,7 @@ def build_merge(config: DecodeConfig) -> KernelSource:
     row_warp_of = straight_line(int32, (int32,), lambda ops, block: block // shares % row_warps)
     results_of = straight_line(int32, (int32, int32), lambda ops, base, warp: base + warp * share_bytes)
     statistics_of = straight_line(int32, (int32, int32), lambda ops, base, warp: base + warp * 512)
-    next_part = straight_line(int32, (int32,), lambda ops, part: part + merge_warps * MERGED_AT_ONCE)
+    next_part = straight_line(int32, (int32,), lambda ops, part: part + merge_warps * config.merged_at_once)
     row_of = straight_line(int32, (int32,) * 3, lambda ops, row_tile, row_warp, lane: (row_tile * row_warps + row_warp) * Q_TILE + (lane >> 2))
 
     def kernel(out, lse, found, slots, out_batch, out_row, out_head, seqlen_q, batch, heads, row_tiles, parts, scale_log2, options):

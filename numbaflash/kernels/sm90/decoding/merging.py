@@ -12,7 +12,7 @@ from numba.cuda.types import Tuple, UniTuple, float32, int32, uint64, void
 
 from ....ptx.fragment import STATISTICS, fragment
 from ....ptx.straight import straight_line
-from .config import LANES, MERGED_AT_ONCE, DecodeConfig, SharedMemory, Workspace
+from .config import LANES, DecodeConfig, SharedMemory, Workspace
 from .loading import STRIDES
 
 MERGED = UniTuple(float32, 4)
@@ -135,17 +135,17 @@ class Partials:
 
         def body(ops, partial, slots, origin, row_warp, part, count, share, lane, scale_log2):
             parts = [partial]
-            for n in range(MERGED_AT_ONCE):
+            for n in range(config.merged_at_once):
                 number = part + config.merge_warps * n
                 there = number < count
                 number = ops.select(there, number, 0)
                 slot = (origin + number) * 2 + ops.truth(number == 0) if config.balanced else origin * count + number
                 slot = slots + ops.wide(slot * config.row_warps + row_warp) * slot_bytes
-                m = ops.floats_at("global", slot + ops.wide(lane * 16), statistics_at, 4)
+                m = ops.floats_at("global.cg", slot + ops.wide(lane * 16), statistics_at, 4)
                 at = slot + ops.wide(share * (self.tiles * tile_bytes) + lane * (4 * config.kept))
                 values = []
                 for tile in range(self.tiles):
-                    values += ops.floats_at("global", at, tile * tile_bytes, config.kept, there)
+                    values += ops.floats_at("global.cg", at, tile * tile_bytes, config.kept, there)
                 parts.append((values, [*(ops.select(there, x, -float("inf")) for x in m[:2]), *(ops.select(there, x, 0.0) for x in m[2:])]))
             values, statistics = self._merge(ops, parts, scale_log2)
             return [values, statistics]

@@ -125,6 +125,19 @@ class Shares:
 
         return straight_line(Tuple([int32, WORDS]), (PART, *(int32,) * 4, SIZES), body)
 
+    def parts(self):
+        """``f(part, entry, block, blocks, total, cost, sizes) -> (origin, count, item)`` for `merging.Partials.add`, of the item of a part."""
+
+        def body(ops, part, entry, block, blocks, total, cost, sizes):
+            head, row_tile, _, _, _, _, item_end = part
+            item = (entry * sizes[1] + head) * sizes[2] + row_tile
+            if not self.config.balanced:
+                return [item, sizes[3], item]
+            last, first = (ops.narrow((ops.wide(place) * ops.wide(blocks) - 1) // ops.wide(total)) for place in (item_end, item_end - cost + 1))
+            return [first, last - first + 1, item]
+
+        return straight_line(UniTuple(int32, 3), (PART, *(int32,) * 5, SIZES), body)
+
     def fixed_part(self):
         """``f(unit, bounds, sizes) -> PART`` of a unit of an entry where the number of parts is fixed."""
 
