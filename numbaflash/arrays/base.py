@@ -67,6 +67,8 @@ class Library:
     """Why there is no `numbaflash.DecodePlan` for these arrays, where there is none."""
     lends = False
     """Whether arrays are borrowed first, by `numbaflash.arrays.borrowed.Lender.borrowed`."""
+    append_kv: Any = None
+    """Set where `numbaflash.append_kv` takes another road: a function of its arrays, ``interleaved`` and ``stream``."""
     merge: Any = None
     """Set where `numbaflash.merge` cannot use array operations."""
     namespace: Any = None

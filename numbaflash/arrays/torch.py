@@ -62,10 +62,16 @@ def _untraced(name, *arrays, **options):
     return torch.compiler.disable(getattr(module, name))(*arrays, **options)
 
 
+def _untraced_append(arrays, **options):
+    from ..caches import append_kv
+
+    return torch.compiler.disable(append_kv)(**arrays, **options)
+
+
 def _unrecorded(*arrays, **options):
     raise UnsupportedError(
-        "numbaflash.decode cannot be recorded by torch (make_fx, torch.jit.trace, FakeTensorMode and other dispatch modes); call it outside of them. "
-        "torch.compile breaks its graph at the call"
+        "numbaflash.decode and append_kv cannot be recorded by torch (make_fx, torch.jit.trace, FakeTensorMode and other dispatch modes); "
+        "call them outside of those. torch.compile breaks its graph at the call"
     )
 
 
@@ -121,6 +127,13 @@ class Torch(Library):
         """Like `forward`, but there is no operator of it."""
         if is_dynamo_compiling():
             return partial(_untraced, "decode")
+        return _unrecorded if _active_modes() or _is_tracing() else None
+
+    @property
+    def append_kv(self):
+        """None, except in torch.compile, which breaks its graph at the call; other recorders are refused."""
+        if is_dynamo_compiling():
+            return _untraced_append
         return _unrecorded if _active_modes() or _is_tracing() else None
 
     def untraced(self, function):
