@@ -28,7 +28,7 @@ def example():
 def trained(example):
     told = []
     parameters = example.train(report=told.append)
-    assert len(told) == 4 and float(told[-1].split()[-1]) < 0.1
+    assert len(told) == 5 and float(told[-1].split()[-1]) < 0.1
     return parameters
 
 

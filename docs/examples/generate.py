@@ -261,7 +261,7 @@ def loss_and_gradients(p, tokens):
     return loss, gradients
 
 
-def train(steps=120, seed=0, rate=4e-3, report=lambda words: None):
+def train(steps=150, seed=0, rate=4e-3, report=lambda words: None):
     """Parameters that know the lines above by heart, by Adam."""
     rng = np.random.default_rng(seed)
     parameters, text, moments = make_parameters(rng), np.frombuffer(TEXT * 2, np.uint8), {}
@@ -283,7 +283,7 @@ def main():
     parser.add_argument("--on", choices=("numpy", "cupy", "torch", "torch-cuda"), default="numpy", help="array library (default: %(default)s)")
     parser.add_argument("--dtype", help="of the cache (default: float16 on a GPU, else float32)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: always the likeliest byte (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=120, help="of training (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=150, help="of training (default: %(default)s)")
     given = parser.parse_args()
     arrays = Arrays(given.on, given.dtype or ("float16" if given.on in ("cupy", "torch-cuda") else "float32"))
 
