@@ -10,7 +10,7 @@ from numbaflash.support import features_markdown, markdown
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", ROOT / "docs" / "start.md")
 
-TABLES = {"support": markdown, "options": features_markdown}
+TABLES = {"support": markdown, "options": features_markdown, "caches": lambda: markdown("decode")}
 
 if __name__ == "__main__":
     for page in PAGES:

@@ -10,6 +10,7 @@ from ._version import __version__
 if TYPE_CHECKING:
     from .api import Explanation, backward, explain, forward, merge
     from .block_mask import BlockMask
+    from .caches import append_kv
     from .decoding import DecodePlan, cascade, decode, plan_decode
     from .differentiable import attention
     from .environment import env
@@ -24,6 +25,7 @@ __all__ = [
     "Explanation",
     "UnsupportedError",
     "__version__",
+    "append_kv",
     "attention",
     "attention_varlen",
     "backward",
@@ -45,6 +47,7 @@ _HOME = {
     "DecodePlan": "decoding",
     "Explanation": "explanation",
     "UnsupportedError": "problem",
+    "append_kv": "caches",
     "attention": "differentiable",
     "attention_varlen": "varlen",
     "backward": "api",

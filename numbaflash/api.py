@@ -17,6 +17,7 @@ from .problem import (
     check_max_seqlen,
     check_needed,
     check_needs,
+    check_num_splits,
     check_scale,
     check_seed,
     check_softcap,
@@ -522,6 +523,8 @@ def explain(
     cu_seqlens_k=None,
     max_seqlen_q=None,
     max_seqlen_k=None,
+    page_table=None,
+    num_splits=None,
     return_lse=False,
     out=None,
     lse=None,
@@ -536,9 +539,9 @@ def explain(
     dsinks=None,
     needs=NEEDS,
 ):
-    """Say how `forward` or `backward` would run these arguments: which kernel, which tiles, and why not another. Nothing is run.
+    """Say how `forward`, `backward` or `decode` would run these arguments: which kernel, which tiles, and why not another. Nothing is run.
 
-    With ``cu_seqlens_q`` and ``cu_seqlens_k``, how `forward_varlen` or `backward_varlen` would.
+    With ``cu_seqlens_q`` and ``cu_seqlens_k``, how `forward_varlen` or `backward_varlen` would. For `decode`, k and v are the caches.
 
     Parameters
     ----------
@@ -546,11 +549,13 @@ def explain(
         As `forward` takes them; with the same checks. The values in the arrays are not read.
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k : optional
         As `forward_varlen` takes them; then mask, bias and lengths are refused, which it does not take.
+    page_table, num_splits : optional
+        As `decode` takes them, for ``direction="decode"`` alone.
     seed : int, optional
         Checked, and not needed: no plan depends on it.
-    direction : "forward" or "backward", optional
-        For "backward", ``out`` and ``lse`` are what is read; where they are not given, they are row-major. An LSE is part of it, whatever
-        ``return_lse`` says.
+    direction : "forward", "backward" or "decode", optional
+        For "decode", what `decode` does not take is refused, and ``seqlens_k`` is needed. For "backward", ``out`` and ``lse`` are what is read; where
+        they are not given, they are row-major. An LSE is part of it, whatever ``return_lse`` says.
     deterministic : bool, optional
         As `backward` takes it. `forward` always is.
     dout, dlse, dq, dk, dv, dbias, dsinks, needs : optional
@@ -565,7 +570,7 @@ def explain(
     Raises
     ------
     TypeError, ValueError, UnsupportedError
-        As `forward` and `backward`; ValueError also for an argument of `backward` with ``direction="forward"``.
+        As the function that is asked about; ValueError also for an argument that it has not.
 
     Examples
     --------
@@ -581,6 +586,19 @@ def explain(
     gradients = {"dout": dout, "dlse": dlse, "dq": dq, "dk": dk, "dv": dv, "dbias": dbias, "dsinks": dsinks}
     options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap, "dropout": check_dropout(dropout)}
     check_seed(0 if seed is None else seed, 0)
+    caches = _present(page_table=page_table, num_splits=num_splits)
+    if direction == "decode":
+        given = {"mask": mask, "bias": bias, "seqlens_q": seqlens_q, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        given |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "dropout": options.pop("dropout") or None, "seed": seed}
+        if others := _present(**given):
+            raise ValueError(f"numbaflash.decode has no {', '.join(others)}; leave {'them' if len(others) > 1 else 'it'} out")
+        if seqlens_k is None:
+            raise TypeError("seqlens_k must be an array of int32 or int64, (batch,): the valid keys of each sequence; got None")
+        more = {"direction": direction, "return_lse": return_lse, "deterministic": deterministic, "needs": needs}
+        arrays["page_table"] = page_table
+        return _explain(_present(**arrays), _present(**gradients), options, **more, num_splits=check_num_splits(num_splits))
+    if caches:
+        raise ValueError(f'{", ".join(caches)}: for decoding alone; pass direction="decode" as well')
     packing = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     if given := _present(**packing):
         if cu_seqlens_q is None or cu_seqlens_k is None:

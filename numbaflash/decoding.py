@@ -234,10 +234,11 @@ class DecodePlan:
             raise ValueError(f"a plan allocates nothing when it runs, so its arrays must be readable where they lie; copy them first ({told})")
         self.plan, self.out, self.lse = call.plan, out, lse
         self._library, self._call, self._lender = library, call, lender
-        self._inspect, self._launch, self._current_stream = library.inspect, call.launch, call.current_stream
+        self._launch, self._current_stream = call.launch, call.current_stream
         self._workspace = None if call.workspace is None else _zeroed(library, call.workspace(None))
-        self._q_key, self._k_key, self._v_key, self._lengths_key = (library.inspect(arrays[name])[1] for name in ("q", "k", "v", "seqlens_k"))
-        self._table_key = library.inspect(arrays["page_table"])[1] if "page_table" in arrays else None
+        self._at_q, self._at_k, self._at_v, self._at_lengths = (library.same_kind(arrays[name]) for name in ("q", "k", "v", "seqlens_k"))
+        self._paged, self._type = "page_table" in arrays, type(arrays["q"])
+        self._at_table = library.same_kind(arrays["page_table"]) if self._paged else None
         self._options = [arrays[name] for name in ("alibi_slopes", "sinks") if name in arrays]
         self._options_at = tuple(map(library.address, self._options))
         self._out_at, self._lse_at = library.address(out), library.address(lse) if return_lse else 0
@@ -272,28 +273,18 @@ class DecodePlan:
         TypeError, ValueError
             For an array of another kind than planned; the message says in what it differs.
         """
-        inspect, library, kind = self._inspect, self._library, LIBRARIES.get
+        library, kind = self._library, LIBRARIES.get
         if library.decode is not None:  # torch records
             return library.untraced(self.run)(q, k_cache, v_cache, seqlens_k, page_table, out=out, lse=lse, stream=stream)
-        table_at, table_key, as_planned = 0, None, False
-        if kind(type(q)) is kind(type(k_cache)) is kind(type(v_cache)) is kind(type(seqlens_k)) is library:
-            q_at, q_key = inspect(q)
-            k_at, k_key = inspect(k_cache)
-            v_at, v_key = inspect(v_cache)
-            lengths_at, lengths_key = inspect(seqlens_k)
-            if page_table is not None and kind(type(page_table)) is library:
-                table_at, table_key = inspect(page_table)
-            as_planned = (
-                q_key == self._q_key
-                and k_key == self._k_key
-                and v_key == self._v_key
-                and lengths_key == self._lengths_key
-                and table_key == self._table_key
-                and q_at
-                and k_at
-                and v_at
-                and lengths_at
-            )
+        paged, table_at, as_planned = self._paged, 0, False
+        if type(q) is type(k_cache) is type(v_cache) is type(seqlens_k) is self._type:
+            q_at, k_at, v_at, lengths_at = self._at_q(q), self._at_k(k_cache), self._at_v(v_cache), self._at_lengths(seqlens_k)
+            as_planned = q_at and k_at and v_at and lengths_at
+            if paged:
+                table_at = self._at_table(page_table) if type(page_table) is self._type else 0
+                as_planned = as_planned and table_at
+            elif page_table is not None:
+                as_planned = False
         if not as_planned:
             if self._lender is not None and kind(type(q)) is not library:
                 return self._run_lent(q, k_cache, v_cache, seqlens_k, page_table, out, lse, stream)
@@ -302,10 +293,8 @@ class DecodePlan:
         if self._checked:
             _check_values({"k": k_cache, "seqlens_k": seqlens_k, "page_table": page_table})
         place, handle = (None, self._current_stream()) if stream is None else self._call.on(stream)
-        end = *self._options_at, lengths_at, table_at, self._workspace_at
-        if self._table_key is None:
-            end = *self._options_at, lengths_at, self._workspace_at
-        addresses = q_at, k_at, v_at, self._out_at, self._lse_at, *end
+        table = (table_at,) if paged else ()
+        addresses = q_at, k_at, v_at, self._out_at, self._lse_at, *self._options_at, lengths_at, *table, self._workspace_at
         if out is not None or lse is not None:
             addresses = self._with_places(out, lse, addresses)
         if self._launch is not None:

@@ -30,8 +30,13 @@ OPTION_OPERANDS = (*OPTIONS, *PACKED, "seed")
 MASK_OPERANDS = ("of_queries", "of_keys", "lists", "counters")
 """Arrays of the launches that make a `numbaflash.BlockMask`, beside the mask and its words."""
 
+APPEND_OPERANDS = ("k_new", "v_new", "k_cache", "v_cache", "seqlens_k", "page_table", "cos", "sin", "q", "rotated")
+"""Arrays of a launch that writes to caches, in the order in which it takes their addresses."""
+
 ALL_OPERANDS = tuple(
-    dict.fromkeys((*OPERANDS, *OPTION_OPERANDS, *BACKWARD_OPERANDS, *(f"d{name}" for name in DIFFERENTIABLE_OPTIONS), *MASK_OPERANDS))
+    dict.fromkeys(
+        (*OPERANDS, *OPTION_OPERANDS, *BACKWARD_OPERANDS, *(f"d{name}" for name in DIFFERENTIABLE_OPTIONS), *MASK_OPERANDS, *APPEND_OPERANDS)
+    )
 )
 """Every operand that a launch may have."""
 

@@ -8,13 +8,13 @@ from typing import Any
 from . import dispatch
 from .arrays import one_library
 from .block_mask import BlockMask
-from .call import RESULTS, check_apart, describe, device_of, plan_backward_call, plan_call
+from .call import RESULTS, called, check_apart, describe, device_of, plan_backward_call, plan_call, plan_decode_call
 from .problem import DIFFERENTIABLE_OPTIONS, NEEDS, OPTIONS, PACKED, PACKED_FEATURE, Problem, check_flag, check_needed, check_needs
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """How `forward` or `backward` would run a problem; print it.
+    """How `forward`, `backward` or `decode` would run a problem; print it.
 
     Attributes
     ----------
@@ -62,6 +62,8 @@ class Explanation:
                 )
             else:
                 lines.append(("threads", str(plan.threads)))
+            if plan.num_splits:
+                lines.append(("num_splits", str(plan.num_splits)))
             if plan.workspace_bytes or plan.direction == "backward":
                 lines.append(("workspace", f"{plan.workspace_bytes} bytes"))
             lines += [
@@ -122,7 +124,7 @@ def _config(config) -> str:
     return str(config)
 
 
-def explain(arrays: dict, gradients: dict, options: dict, *, direction, return_lse, deterministic, needs, mask=None) -> Explanation:
+def explain(arrays: dict, gradients: dict, options: dict, *, direction, return_lse, deterministic, needs, mask=None, num_splits=None) -> Explanation:
     """See `numbaflash.explain`.
 
     Parameters
@@ -133,11 +135,11 @@ def explain(arrays: dict, gradients: dict, options: dict, *, direction, return_l
         Those of the backward alone.
     options : dict
         Those that are numbers, as `numbaflash.problem.make_problem` takes them.
-    direction, return_lse, deterministic, needs, mask
+    direction, return_lse, deterministic, needs, mask, num_splits
         The caller's.
     """
     if direction not in RESULTS:
-        raise ValueError(f'direction must be "forward" or "backward"; got {direction!r}')
+        raise ValueError(f'direction must be "forward", "backward" or "decode"; got {direction!r}')
     with_lse = check_flag("return_lse", return_lse) or "lse" in arrays
     deterministic = check_flag("deterministic", deterministic)
     backward = direction == "backward"
@@ -149,7 +151,7 @@ def explain(arrays: dict, gradients: dict, options: dict, *, direction, return_l
         if name in gradients:
             check_needed(name.removeprefix("d"), needs)
     arrays = gradients | arrays
-    library = one_library(**arrays)
+    library = one_library(**{called(name, direction): x for name, x in arrays.items()})
     facts, problem = describe(library, arrays, options, direction)
     check_apart(facts, {name: each.address for name, each in facts.items()}, direction)
     device, mask = device_of(facts["q"]), mask if isinstance(mask, BlockMask) else None
@@ -159,6 +161,8 @@ def explain(arrays: dict, gradients: dict, options: dict, *, direction, return_l
         return explain_plan(plan_backward_call(problem, facts, needs, deterministic, device), mask)
     if problem.is_empty:
         return Explanation(problem, device, None, mask=mask)
+    if direction == "decode":
+        return explain_plan(plan_decode_call(problem, facts, with_lse, num_splits, device))
     return explain_plan(plan_call(problem, facts, with_lse, device), mask)
 
 

@@ -11,7 +11,21 @@ from . import dispatch
 from .arrays import contiguous_strides
 from .dispatch import CPU, BackwardLayouts, Device, Layout, Layouts
 from .kernels.blocks import layout
-from .problem import DIFFERENTIABLE_OPTIONS, DTYPES, FEATURES, ITEMSIZE, MAX_HEAD_DIM, NEEDS, OPTIONS, PACKED, PACKED_FEATURE, Problem, make_problem
+from .problem import (
+    DIFFERENTIABLE_OPTIONS,
+    DTYPES,
+    FEATURES,
+    ITEMSIZE,
+    MAX_CACHE_HEAD_DIM,
+    MAX_HEAD_DIM,
+    NEEDS,
+    OPTIONS,
+    PACKED,
+    PACKED_FEATURE,
+    Problem,
+    make_decode_problem,
+    make_problem,
+)
 
 CAPABILITIES = ((5, 0), (6, 0), (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 _SM_COUNTS = {(8, 0): 108, (9, 0): 132, (10, 0): 148}
@@ -36,9 +50,23 @@ COLUMNS = {
 """Columns of the table: an option's name and how it changes the plain problem."""
 
 
+CACHE_COLUMNS = {
+    "pages": {"paged": True},
+    "pages of 1": {"paged": True, "page_size": 1},
+    "several queries, causal": {"seqlen_q": 16, "causal": True},
+    "window": {"window": (128, 0)},
+    "softcap": {"softcap": 30.0},
+    "ALiBi": {"alibi_slopes": True},
+    "sinks": {"sinks": True},
+    "GQA, MQA": {"kv_heads": 2},
+    "D != Dv": {"head_dim_v": OTHER},
+}
+"""The same of `numbaflash.decode`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One family and dtype: head dims it computes (D = Dv), and for each of `COLUMNS` "yes", "no" or "some head dims"."""
+    """One family and dtype: head dims it computes (D = Dv), and for each column "yes", "no" or "some head dims"."""
 
     family: str
     devices: str
@@ -135,26 +163,27 @@ def _contiguous(problem, operand) -> Layout:
     return Layout(shape, strides)
 
 
-def rows() -> list[Row]:
-    """The support table, the preferred family first."""
+def rows(direction: str = "forward") -> list[Row]:
+    """The support table of "forward" (and gradients) or "decode", the preferred family first."""
+    problem, columns, most = _TABLES[direction]
     table = []
     for name in dispatch.FAMILIES:
-        family = dispatch.family(name)
+        supports = dispatch.family(name, direction).supports
         for dtype in DTYPES:
-            device, devices = _devices(family, dtype)
+            device, devices = _devices(supports, problem, dtype)
             if device is not None:
-                dims = [d for d in range(1, MAX_HEAD_DIM + 1) if not family.supports(_problem(dtype, d), device)]
-                options = tuple(_option(family, device, dtype, dims, change) for change in COLUMNS.values())
+                dims = [d for d in range(1, most + 1) if not supports(problem(dtype, d), device)]
+                options = tuple(_option(supports, problem, device, dtype, dims, change) for change in columns.values())
                 table.append(Row(name, devices, dtype, dims_text(dims), options))
     return table
 
 
-def markdown() -> str:
+def markdown(direction: str = "forward") -> str:
     """The support table in Markdown, rows that differ only in dtype joined."""
     joined: dict[Row, list[str]] = {}
-    for row in rows():
+    for row in rows(direction):
         joined.setdefault(replace(row, dtype=""), []).append(row.dtype)
-    head = ("family", "runs on", "dtype", "head dims", *COLUMNS)
+    head = ("family", "runs on", "dtype", "head dims", *_TABLES[direction][1])
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     for row, dtypes in joined.items():
         lines.append("| " + " | ".join((f"`{row.family}`", row.devices, ", ".join(dtypes), row.head_dims, *row.options)) + " |")
@@ -195,11 +224,22 @@ def _problem(dtype, head_dim, *, kv_heads=4, seqlen_k=256, head_dim_v=None, **op
     return make_problem((1, 256, 4, head_dim), k_shape, (*k_shape[:3], head_dim_v or head_dim), (dtype,) * 3, **options)
 
 
-def _devices(family, dtype):
+def _cache_problem(dtype, head_dim, *, kv_heads=4, head_dim_v=None, seqlen_q=1, paged=False, page_size=16, **options) -> Problem:
+    leading = (16, page_size) if paged else (1, 256)
+    shapes = (1, seqlen_q, 4, head_dim), (*leading, kv_heads, head_dim), (*leading, kv_heads, head_dim_v or head_dim)
+    band = {name: options.pop(name) for name in ("causal", "window") if name in options}
+    told = described_options(options | {"seqlens_k": True}, shapes, dtype)
+    return make_decode_problem(*shapes, (dtype,) * 3, **band, **told, **({"page_table": ((1, 256 // page_size), "int32")} if paged else {}))
+
+
+_TABLES = {"forward": (_problem, COLUMNS, MAX_HEAD_DIM), "decode": (_cache_problem, CACHE_COLUMNS, MAX_CACHE_HEAD_DIM)}
+
+
+def _devices(supports, problem, dtype):
     """A device the family computes this dtype on, and every such device in words."""
-    if any(not family.supports(_problem(dtype, d), CPU) for d in (64, 128)):
+    if any(not supports(problem(dtype, d), CPU) for d in (64, 128)):
         return CPU, "CPU"
-    able = [c for c in CAPABILITIES if any(not family.supports(_problem(dtype, d), Device("cuda", 0, c, 100, "gpu")) for d in (64, 128))]
+    able = [c for c in CAPABILITIES if any(not supports(problem(dtype, d), Device("cuda", 0, c, 100, "gpu")) for d in (64, 128))]
     if not able:
         return None, "nothing"
     device = Device("cuda", 0, able[-1], 100, "gpu")
@@ -209,13 +249,13 @@ def _devices(family, dtype):
     return device, ", ".join(names)
 
 
-def _option(family, device, dtype, dims, change) -> str:
+def _option(supports, problem, device, dtype, dims, change) -> str:
     tried = []
     for d, after in zip(dims, dims[1:] + dims[:1], strict=True):
         options = {name: after if value == OTHER else value for name, value in change.items()}
-        tried.append(not family.supports(_problem(dtype, d, **options), device))
+        tried.append(not supports(problem(dtype, d, **options), device))
     return "yes" if all(tried) else "some head dims" if any(tried) else "no"
 
 
 if __name__ == "__main__":
-    print(markdown(), features_markdown(), sep="\n\n")
+    print(markdown(), features_markdown(), markdown("decode"), sep="\n\n")

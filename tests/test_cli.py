@@ -190,7 +190,18 @@ def test_wrong_arguments_are_told_in_one_line(capsys):
         (("warmup", "--dtype", "int8"), "must be of float16"),
         (("warmup", "--max-seqlen", "64"), "--max-seqlen: for packed sequences alone, add --total"),
         (("warmup", "--lse", "true"), "must be of no, yes; got 'true'"),
-        (("warmup", "--direction", "sideways", "--device", "cpu"), 'directions must hold nothing but "forward" and "backward"'),
+        (("warmup", "--direction", "sideways", "--device", "cpu"), 'directions must hold nothing but "forward", "backward" and "decode"'),
+        (("warmup", "--page-size", "16"), "are for caches, add --cache"),
+        (("warmup", "--cache", "64", "--mask", "--device", "cpu"), "caches have no mask; leave it out"),
+        (("warmup", "--cache", "64", "--page-size", "0", "--device", "cpu"), "page_sizes must hold positive integers and None; got 0"),
+        (("explain", "--page-size", "16"), "--page-size is for caches, add --decode"),
+        (("explain", "--decode", "--backward"), "--decode has no gradients"),
+        (("explain", "--decode", "--bias"), "--decode has no --bias"),
+        (("explain", "--decode", "--dropout", "0.1"), "--decode has no --dropout"),
+        (("explain", "--decode", "--total-q", "9"), "--decode has no packed sequences"),
+        (("explain", "--decode", "--page-size", "0"), "--page-size must be at least 1"),
+        (("explain", "--decode", "--num-splits", "0"), "num_splits must be from 1"),
+        (("explain", "--decode", "--seqlen-q", "65"), "q must have at most 64 tokens"),
         (("warmup", "--deterministic"), "are for gradients, add --direction backward"),
         (("warmup", "--total", "64", "--bias", "--device", "cpu"), "packed sequences have no bias; leave it out"),
         (("cache", "burn"), "invalid choice"),
@@ -302,6 +313,35 @@ def test_explain_says_which_kernel_and_why(capsys):
     refused(capsys, "no kernel family can compute", "explain", "--family", "sm90")
     refused(capsys, "head dim .* from 1 to 256; got 300", "explain", "--head-dim", "300")
     refused(capsys, "--device must be cpu, cuda:INDEX or an architecture", "explain", "--device", "auto")
+
+
+def test_explain_of_caches(capsys):
+    status, out, err = command(
+        capsys,
+        "explain",
+        "--decode",
+        "--page-size",
+        "16",
+        "--batch",
+        "3",
+        "--sinks",
+        "--num-splits",
+        "2",
+        "--seqlens-k",
+        "int64",
+        "--head-dim",
+        "576",
+    )
+    assert status == 0, err
+    for line in (
+        r"problem +float32, q \(3, 1, 16, 576\), k \(768, 16, 16, 576\)",
+        r"page_table +int32 \(3, 256\)",
+        r"seqlens_k +int64 \(3,\)",
+        "num_splits +2",
+    ):
+        assert re.search(f"^{line}", out, re.M), out
+    status, out, err = command(capsys, "explain", "--decode", "--dtype", "bfloat16", "--device", "sm_90", "--seqlen-q", "4", "--causal")
+    assert status == 0 and re.search(r"family +sm90", out) and "(1, 4096, 16, 128)" in out, out + err
 
 
 @pytest.mark.parametrize(("dtype", "family"), [("bfloat16", "sm90"), ("float32", "simt")])
@@ -496,6 +536,10 @@ def test_warmup_passes_every_option(capsys, monkeypatch):
     assert (asked["directions"], asked["deterministic"], asked["return_lse"], asked["totals"]) == (["backward"], True, [False], ())
     assert command(capsys, "warmup", "--mask", "--bias", "--lse", "no,yes", "--device", "cpu")[0] == 0
     assert asked["options"]["mask"] is True and asked["options"]["bias"] is True and asked["return_lse"] == [False, True] and asked["seqlens"] is None
+    assert (asked["caches"], asked["page_sizes"], asked["new_tokens"], asked["num_splits"]) == ((), (None,), [1], None)
+    caches = ("--cache", "64,128", "--page-size", "16", "--new-tokens", "1,4", "--num-splits", "2")
+    assert command(capsys, "warmup", *caches, "--device", "cpu")[0] == 0
+    assert (asked["caches"], asked["page_sizes"], asked["new_tokens"], asked["num_splits"]) == ([64, 128], [16], [1, 4], 2)
 
 
 def test_env_tells_every_probe(tmp_path):

@@ -718,3 +718,77 @@ def test_what_a_cascade_refuses():
         numbaflash.cascade(q, None, prefix[1], *rest)
     with pytest.raises(ValueError, match="q must have at most 64 tokens"):
         numbaflash.cascade(np.zeros((3, 65, 4, 16), np.float32), *prefix, *rest)
+
+
+# Explanations and warm-ups
+
+
+def test_explain_says_how_decode_runs():
+    q, k, v, lengths, table = arrays()
+    told = numbaflash.explain(q, k, v, seqlens_k=lengths, page_table=table, direction="decode", num_splits=2, causal=True, return_lse=True)
+    assert told.plan == numbaflash.plan_decode(q, k, v, lengths, table, num_splits=2, causal=True, return_lse=True).plan
+    assert told.families.keys() == {"sm90", "simt"} and "num_splits" in str(told) and "i + seqlens_k - 2" in str(told)
+    assert "no element" in str(numbaflash.explain(q[:, :0], k, v, seqlens_k=lengths, page_table=table, direction="decode"))
+
+
+def test_what_explain_refuses_of_decode():
+    q, k, v, lengths, table = arrays()
+    with pytest.raises(TypeError, match="seqlens_k must be an array"):
+        numbaflash.explain(q, k, v, direction="decode")
+    with pytest.raises(ValueError, match="numbaflash.decode has no bias, dropout; leave them out"):
+        numbaflash.explain(q, k, v, seqlens_k=lengths, page_table=table, direction="decode", bias=q, dropout=0.5)
+    with pytest.raises(ValueError, match='page_table, num_splits: for decoding alone; pass direction="decode"'):
+        numbaflash.explain(q, k, v, page_table=table, num_splits=2)
+    with pytest.raises(ValueError, match="dq: for the backward alone"):
+        numbaflash.explain(q, k, v, seqlens_k=lengths, page_table=table, direction="decode", dq=q)
+    with pytest.raises(ValueError, match="k_cache must have the same batch"):
+        numbaflash.explain(q, k, v, seqlens_k=lengths, direction="decode")
+    with pytest.raises(ValueError, match='direction must be "forward", "backward" or "decode"'):
+        numbaflash.explain(q, k, v, direction="sideways")
+
+
+def test_warmup_builds_what_decode_needs():
+    from numbaflash.kernels.cpu import launch
+
+    lists = {"dtypes": ("float32",), "head_dims": (16,), "causal": (False,), "heads": ((4, 2),), "options": {"softcap": 7.0, "sinks": True}}
+    report = numbaflash.warmup(**lists, caches=(40,), page_sizes=(None, 8), new_tokens=(1,), num_splits=2, batch=3, device="cpu")
+    assert report.plans == 4 and not report.failed
+    built = launch._compile_kernel.cache_info().misses
+    q, k, v, lengths, table = arrays(seqlen_q=1, head_dim_v=16)
+    more = {"softcap": 7.0, "sinks": np.zeros(4, np.float32), "num_splits": 2}
+    numbaflash.decode(q, k, v, lengths, table, **more)
+    numbaflash.decode(q, *(gathered(x, table, lengths) for x in (k, v)), lengths, **more)
+    assert launch._compile_kernel.cache_info().misses == built
+    plan = numbaflash.plan_decode(q, k, v, lengths, table, **more)
+    for example in (plan.plan, plan.plan.problem):
+        assert numbaflash.warmup(example, directions=("decode",), return_lse=(False,), device="cpu").plans == 1
+
+
+def test_calls_are_logged(caplog):
+    import logging
+
+    from numbaflash.toolchain.log import logger
+
+    given = arrays((40, 1, 17), seed=77)
+    logger.addHandler(caplog.handler)
+    level = logger.level
+    logger.setLevel(logging.DEBUG)
+    try:
+        numbaflash.decode(*given, scale=0.123)
+    finally:
+        logger.removeHandler(caplog.handler)
+        logger.setLevel(level)
+    assert "plan: cpu on cpu for" in caplog.text and "launch: cpu on cpu for" in caplog.text and "page_size=8" in caplog.text
+
+
+@pytest.mark.parametrize("family", dispatch.FAMILIES)
+def test_the_table_of_caches_is_what_the_families_answer(family):
+    from numbaflash import support
+
+    rows = [row for row in support.rows("decode") if row.family == family]
+    assert rows and {len(row.options) for row in rows} == {len(support.CACHE_COLUMNS)}
+    device = CPU if family == "cpu" else support.assumed_device("sm_90")
+    for row in rows:
+        told = dict(zip(support.CACHE_COLUMNS, row.options, strict=True))
+        case = DecodeCase(head_dim=64, head_dim_v=64, dtype=row.dtype)
+        assert (told["pages"] == "yes") == (not dispatch.family(family, "decode").supports(case.problem, device))

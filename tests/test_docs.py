@@ -126,13 +126,14 @@ def test_figures_are_drawn_by_the_code(name):
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
-@pytest.mark.parametrize("name", ["support", "options"])
+@pytest.mark.parametrize("name", ["support", "options", "caches"])
 def test_support_tables_are_what_the_families_say(page, name):
     from numbaflash.support import features_markdown, markdown
 
     found = re.search(rf"<!-- numbaflash {name} -->\n(.*?)\n<!-- end -->", (ROOT / page).read_text(encoding="utf-8"), re.S)
     assert found is not None, f"{page} has no table of {name}"
-    assert found[1].strip() == {"support": markdown, "options": features_markdown}[name](), "run: python docs/tables.py"
+    tables = {"support": markdown, "options": features_markdown, "caches": lambda: markdown("decode")}
+    assert found[1].strip() == tables[name](), "run: python docs/tables.py"
 
 
 def ratios_of_results(direction):

@@ -67,6 +67,8 @@ class Library:
     """Why there is no `numbaflash.DecodePlan` for these arrays, where there is none."""
     lends = False
     """Whether arrays are borrowed first, by `numbaflash.arrays.borrowed.Lender.borrowed`."""
+    append_kv: Any = None
+    """Set where `numbaflash.append_kv` takes another road: a function of its arrays, ``interleaved`` and ``stream``."""
     merge: Any = None
     """Set where `numbaflash.merge` cannot use array operations."""
     namespace: Any = None
@@ -79,6 +81,16 @@ class Library:
     def inspect(self, x) -> tuple[int, tuple]:
         """Address of the first element, and a hashable key: arrays of equal keys have equal facts, the address aside."""
         raise NotImplementedError
+
+    def same_kind(self, x):
+        """A function of an array of this library: its address, 0 where the keys of `inspect` differ."""
+        inspect, (_, key) = self.inspect, self.inspect(x)
+
+        def address(other):
+            at, other_key = inspect(other)
+            return at if other_key == key else 0
+
+        return address
 
     def inspect_result(self, x) -> tuple[int, tuple]:
         """The same for an array that will be written: its key tells read-only from writable."""

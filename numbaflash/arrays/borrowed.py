@@ -75,6 +75,12 @@ class Lender(Library):
 
         return self._call(decoding.decode, {"q": q, "k_cache": k_cache, "v_cache": v_cache}, stream, options)
 
+    def append_kv(self, arrays, *, interleaved, stream):
+        from ..caches import append_kv
+
+        with self.borrowed(arrays, stream) as (lent, stream):
+            return append_kv(**lent, interleaved=interleaved, stream=stream)
+
     def _call(self, function, given: dict, stream, options: dict):
         given |= {name: options.pop(name) for name in ALL_OPERANDS if name in options and name != "seed"}
         if isinstance(given.get("mask"), BlockMask):

@@ -33,6 +33,12 @@ class JAX(Library):
         _refuse_places(out, lse, stream)
         return decode(q, k_cache, v_cache, **options)
 
+    def append_kv(self, arrays, *, interleaved, stream):
+        from ..jax.caches import append_kv
+
+        _refuse_places(None, None, stream)
+        return append_kv(arrays, interleaved)
+
     def attention(self, q, k, v, **options):
         from ..jax import attention
 

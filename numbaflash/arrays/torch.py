@@ -62,10 +62,16 @@ def _untraced(name, *arrays, **options):
     return torch.compiler.disable(getattr(module, name))(*arrays, **options)
 
 
+def _untraced_append(arrays, **options):
+    from ..caches import append_kv
+
+    return torch.compiler.disable(append_kv)(**arrays, **options)
+
+
 def _unrecorded(*arrays, **options):
     raise UnsupportedError(
-        "numbaflash.decode cannot be recorded by torch (make_fx, torch.jit.trace, FakeTensorMode and other dispatch modes); call it outside of them. "
-        "torch.compile breaks its graph at the call"
+        "numbaflash.decode and append_kv cannot be recorded by torch (make_fx, torch.jit.trace, FakeTensorMode and other dispatch modes); "
+        "call them outside of those. torch.compile breaks its graph at the call"
     )
 
 
@@ -123,6 +129,13 @@ class Torch(Library):
             return partial(_untraced, "decode")
         return _unrecorded if _active_modes() or _is_tracing() else None
 
+    @property
+    def append_kv(self):
+        """None, except in torch.compile, which breaks its graph at the call; other recorders are refused."""
+        if is_dynamo_compiling():
+            return _untraced_append
+        return _unrecorded if _active_modes() or _is_tracing() else None
+
     def untraced(self, function):
         """A function that torch does not look into: torch.compile breaks its graph there, other recorders are refused."""
         return torch.compiler.disable(function) if is_dynamo_compiling() else _unrecorded
@@ -135,6 +148,26 @@ class Torch(Library):
     def inspect(self, x):
         at = x.data_ptr()
         return at, (x.shape, x.stride(), x.dtype, x.device, at & 15, x.is_neg(), _differentiated(x))
+
+    def same_kind(self, x):
+        shape, stride, dtype, device, alignment, negative, differentiated = self.inspect(x)[1]
+        if negative or differentiated:
+            return super().same_kind(x)
+
+        def address(other):
+            # As `inspect` has it, without making a key; what may be differentiated is looked at again by who finds 0.
+            if (
+                other.shape == shape
+                and other.stride() == stride
+                and other.dtype is dtype
+                and other.device == device
+                and not (other.requires_grad or other.is_neg() or getattr(forward_ad, "_current_level", -1) >= 0)
+            ):
+                at = other.data_ptr()
+                return at if at & 15 == alignment else 0
+            return 0
+
+        return address
 
     def describe(self, x, name):
         self.check(x, name)

@@ -6,7 +6,7 @@ import argparse
 import re
 
 from ..dispatch import FAMILIES
-from ..problem import DTYPES, LENGTH_DTYPES, PACKED, Problem, make_packed_problem, make_problem
+from ..problem import DECODE_FEATURES, DTYPES, FORWARD_OPTIONS, LENGTH_DTYPES, PACKED, Problem, make_decode_problem, make_packed_problem, make_problem
 from ..support import described_options
 from .errors import CommandError
 
@@ -127,6 +127,29 @@ def problem(arguments: argparse.Namespace) -> Problem:
     boundaries = dict.fromkeys(PACKED, ((arguments.batch + 1,), arguments.cu_seqlens or "int32"))
     longest = {name: getattr(arguments, name) for name in ("max_seqlen_q", "max_seqlen_k")}
     return make_packed_problem(*of_operands, (arguments.dtype,) * 3, **given, **boundaries, **longest)
+
+
+def cache_problem(arguments: argparse.Namespace) -> Problem:
+    """The same with keys and values in caches, of --page-size keys a page where that is given."""
+    if arguments.total_q is not None:
+        raise CommandError("--decode has no packed sequences; leave --total-q out")
+    size, keys = arguments.page_size, arguments.usual_seqlen if arguments.seqlen_k is None else arguments.seqlen_k
+    if size is not None and size < 1:
+        raise CommandError(f"--page-size must be at least 1; got {size}")
+    new = argparse.Namespace(**vars(arguments) | {"seqlen_q": 1 if arguments.seqlen_q is None else arguments.seqlen_q, "seqlen_k": keys})
+    q, *caches = shapes(new)
+    told = attention(new) | described_options(arrays(new) | {"seqlens_k": ((new.batch,), new.seqlens_k or "int32")}, (q, *caches), new.dtype)
+    if not told.pop("dropout"):
+        others = [f"--{name.replace('_', '-')}" for name in told if name in FORWARD_OPTIONS and name not in DECODE_FEATURES]
+    else:
+        others = ["--dropout"]
+    if others:
+        raise CommandError(f"--decode has no {', '.join(others)}")
+    if size is not None:
+        entries = -(-keys // size)
+        caches = [(new.batch * entries, size, *shape[2:]) for shape in caches]
+        told["page_table"] = ((new.batch, entries), "int32")
+    return make_decode_problem(q, *caches, (new.dtype,) * 3, **told)
 
 
 def window(text: str) -> tuple[int | None, int | None]:

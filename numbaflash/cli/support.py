@@ -12,5 +12,5 @@ def add_parser(commands) -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> int:
     from ..support import features_markdown, markdown
 
-    print(markdown(), features_markdown(), sep="\n\n")
+    print(markdown(), features_markdown(), markdown("decode"), sep="\n\n")
     return 0

@@ -24,12 +24,19 @@ def add_parser(commands) -> argparse.ArgumentParser:
     )
     parser.add_argument("--heads", type=_list(_pair), default="16", help="heads, or heads:kv_heads (default: %(default)s)")
     parser.add_argument(
-        "--seqlen", type=_list(_pair), help="seqlen, or seqlen_q:seqlen_k (default: 512,4096,16384, or none where there are packed sequences)"
+        "--seqlen",
+        type=_list(_pair),
+        help="seqlen, or seqlen_q:seqlen_k (default: 512,4096,16384, or none where there are packed sequences or caches)",
     )
     parser.add_argument("--batch", type=int, default=1, help="batch entries, or how many packed sequences there are (default: %(default)s)")
     packed = parser.add_argument_group("packed sequences")
     packed.add_argument("--total", type=_list(_pair), default=(), help="tokens of all sequences, or total_q:total_k")
     packed.add_argument("--max-seqlen", type=_list(_pair), help="of the longest sequence, or max_seqlen_q:max_seqlen_k (default: not told)")
+    caches = parser.add_argument_group("caches")
+    caches.add_argument("--cache", type=_list(int), default=(), help="keys that the cache of a sequence has room for, as numbaflash.decode takes it")
+    caches.add_argument("--page-size", type=_list(int), help="keys of a page (default: caches are contiguous)")
+    caches.add_argument("--new-tokens", type=_list(int), default="1", help="queries of a sequence (default: %(default)s)")
+    caches.add_argument("--num-splits", type=int, help="parts that the keys are computed in (default: the library chooses)")
     options.add_numbers(parser.add_argument_group("numbers"))
     options.add_arrays(parser)
     calls = parser.add_argument_group("calls")
@@ -57,6 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(f"--workers must be at least 1; got {arguments.workers}")
     if arguments.max_seqlen and not arguments.total:
         raise CommandError("--max-seqlen: for packed sequences alone, add --total")
+    if (arguments.page_size or arguments.num_splits) and not arguments.cache:
+        raise CommandError("--page-size and --num-splits are for caches, add --cache")
     if "backward" not in arguments.direction and (arguments.deterministic or arguments.needs != ("q", "k", "v")):
         raise CommandError("--deterministic and --needs are for gradients, add --direction backward")
     with reported():
@@ -72,6 +81,10 @@ def run(arguments: argparse.Namespace) -> int:
                 seqlens=arguments.seqlen,
                 totals=arguments.total,
                 max_seqlens=arguments.max_seqlen or (None,),
+                caches=arguments.cache,
+                page_sizes=arguments.page_size or (None,),
+                new_tokens=arguments.new_tokens,
+                num_splits=arguments.num_splits,
                 batch=arguments.batch,
                 options=numbers | options.arrays(arguments),
                 return_lse=arguments.lse,

@@ -18,7 +18,18 @@ from itertools import product
 
 from .. import dispatch
 from ..dispatch import Device, Plan
-from ..problem import NEEDS, PACKED, Problem, check_flag, check_needs, make_packed_problem, make_problem
+from ..problem import (
+    DECODE_FEATURES,
+    NEEDS,
+    PACKED,
+    Problem,
+    check_flag,
+    check_needs,
+    check_num_splits,
+    make_decode_problem,
+    make_packed_problem,
+    make_problem,
+)
 from ..support import contiguous_backward_layouts, contiguous_layouts, described_options
 from .compile import CompileError, KernelRequest, adopt, compile_ptx, is_cached
 from .log import logger
@@ -74,6 +85,10 @@ def warmup(
     seqlens=None,
     totals=(),
     max_seqlens=(None,),
+    caches=(),
+    page_sizes=(None,),
+    new_tokens=(1,),
+    num_splits=None,
     batch: int = 1,
     options=({},),
     return_lse=(False, True),
@@ -93,7 +108,8 @@ def warmup(
     ----------
     examples : Problem or Plan, or several, optional
         Exactly these problems: ``numbaflash.explain(...).plan`` is the `Plan` of arrays, and keeps their strides,
-        device and direction. The lists up to ``options`` are then not used; a `Problem` stands for contiguous arrays.
+        device and direction, and so is that of a `numbaflash.DecodePlan`. The lists up to ``options`` are then not used; a `Problem` stands for
+        contiguous arrays.
     dtypes : sequence of str
     head_dims : sequence of int or (int, int)
         head_dim, or (head_dim, head_dim_v).
@@ -102,22 +118,30 @@ def warmup(
     heads : sequence of (int, int)
         (query heads, key/value heads).
     seqlens : sequence of int or (int, int), optional
-        seqlen, or (seqlen_q, seqlen_k): tiles are chosen by length. By default 512, 4096 and 16384, or none where there are totals.
+        seqlen, or (seqlen_q, seqlen_k): tiles are chosen by length. By default 512, 4096 and 16384, or none where there are totals or caches.
     totals : sequence of int or (int, int)
         Packed sequences, as `numbaflash.forward_varlen` takes them: tokens of all of them, or (total_q, total_k).
     max_seqlens : sequence of None, int or (int, int)
         Of packed sequences: ``max_seqlen_q`` and ``max_seqlen_k``; None is not told.
+    caches : sequence of int
+        Keys that the cache of a sequence has room for, as `numbaflash.decode` takes it. Such kernels are built whatever ``directions`` says.
+    page_sizes : sequence of None or int
+        Of caches: keys of a page; None is a contiguous cache.
+    new_tokens : sequence of int
+        Of caches: queries of a sequence.
+    num_splits : int, optional
+        Of caches, as `numbaflash.decode` takes it.
     batch : int
         Batch entries; of packed sequences, how many there are.
     options : dict, or sequence of dict
         Further options of `numbaflash.forward` by name, each dict a combination: ``softcap``, ``dropout`` and ``scale`` as they are, and for an
         array (``mask``, ``bias``, ``alibi_slopes``, ``sinks``, ``seqlens_q``, ``seqlens_k``) its (shape, dtype), or True for a usual one: mask and
         bias (seqlen_q, seqlen_k), the bias of the dtype of q, slopes and sinks (heads,), lengths (batch,) of int32. ``block_mask=True`` stands
-        for a mask that is a `numbaflash.BlockMask`. Packed sequences have no mask, bias and lengths.
+        for a mask that is a `numbaflash.BlockMask`. Packed sequences have no mask, bias and lengths; caches neither, nor dropout.
     return_lse : sequence of bool
         Values of `numbaflash.forward`'s option: kernels of some families differ. Gradients need the LSE.
-    directions : sequence of "forward" and "backward"
-        Attention, its gradients, or both.
+    directions : sequence of "forward", "backward" and "decode"
+        Attention, its gradients, or both; "decode" for examples that are problems of caches.
     deterministic, needs
         As `numbaflash.backward` takes them.
     device : int, "cpu", Device, or a sequence of these
@@ -151,20 +175,25 @@ def warmup(
     """
     if examples is None:
         options = (options,) if isinstance(options, Mapping) else options
-        seqlens = seqlens if seqlens is not None else () if totals else (512, 4096, 16384)
+        seqlens = seqlens if seqlens is not None else () if totals or caches else (512, 4096, 16384)
         lists = {"dtypes": dtypes, "head_dims": head_dims, "causal": causal, "windows": windows, "heads": heads, "options": options}
-        lists |= {"seqlens": seqlens, "totals": totals, "max_seqlens": max_seqlens}
-        problems, plans = _combinations(lists, batch), []
+        problems, plans = _combinations(lists | {"seqlens": seqlens, "totals": totals, "max_seqlens": max_seqlens}, batch), []
+        of_caches = _cache_combinations(lists | {"caches": caches, "page_sizes": page_sizes, "new_tokens": new_tokens}, batch)
     else:
+        of_caches = []
         examples = [examples] if isinstance(examples, (Problem, Plan)) else list(examples)
         for example in examples:
             if not isinstance(example, (Problem, Plan)):
                 raise TypeError(f"examples must be Problem or Plan objects (numbaflash.explain(...).plan is one); got {type(example).__name__}")
         plans = [example for example in examples if isinstance(example, Plan)]
         problems = [example for example in examples if isinstance(example, Problem)]
-    devices = [_device(one) for one in (device if isinstance(device, (list, tuple)) else [device])] if problems else []  # plans have theirs
+    wanted = problems or of_caches
+    devices = [_device(one) for one in (device if isinstance(device, (list, tuple)) else [device])] if wanted else []  # plans have theirs
+    num_splits = check_num_splits(num_splits)
     kinds = _kinds(return_lse, directions, check_flag("deterministic", deterministic), needs)
-    plans += [_plan(problem, on, *kind) for on in devices for problem in problems for kind in kinds if _is_launched(problem, *kind)]
+    plans += [_plan(problem, on, *kind, num_splits) for on in devices for problem in problems for kind in kinds if _is_launched(problem, *kind)]
+    kinds = _kinds(return_lse, ("decode",), False, NEEDS)
+    plans += [_plan(problem, on, *kind, num_splits) for on in devices for problem in of_caches for kind in kinds if _is_launched(problem, *kind)]
     return warm_plans(plans, workers=workers, load=load)
 
 
@@ -217,25 +246,49 @@ def _combinations(lists, batch) -> list[Problem]:
     return found
 
 
+def _cache_combinations(lists, batch) -> list[Problem]:
+    lists = {name: _listed(name, values) for name, values in lists.items()}
+    for name in ("caches", "page_sizes", "new_tokens"):
+        for n in lists[name]:
+            if not (name == "page_sizes" and n is None) and (not isinstance(n, int) or isinstance(n, bool) or n < 1):
+                raise TypeError(f"{name} must hold positive integers{' and None' if name == 'page_sizes' else ''}; got {n!r}")
+    found = []
+    for dtype, dims, is_causal, window, head_pair, options, capacity, page_size, tokens in product(*lists.values()):
+        (dim, dim_v), (query_heads, kv_heads) = _pair("head_dims", dims), _pair("heads", head_pair)
+        leading, more = (batch, capacity), {}
+        if page_size is not None:
+            entries = -(-capacity // page_size)
+            leading, more = (batch * entries, page_size), {"page_table": ((batch, entries), "int32")}
+        shapes = (batch, tokens, query_heads, dim), (*leading, kv_heads, dim), (*leading, kv_heads, dim_v)
+        told = described_options(options | {"seqlens_k": options.get("seqlens_k") or True}, shapes, dtype)
+        told = {name: value for name, value in told.items() if name != "dropout" or value}
+        if others := set(told) - {*DECODE_FEATURES, "scale"}:
+            raise ValueError(f"caches have no {', '.join(sorted(others))}; leave {'them' if len(others) > 1 else 'it'} out")
+        found.append(make_decode_problem(*shapes, (dtype,) * 3, causal=is_causal, window=window, **told, **more))
+    return found
+
+
 def _kinds(return_lse, directions, deterministic, needs):
     """(direction, with an LSE, deterministic, needs) of each call that a problem stands for."""
     kinds = []
     for direction in _listed("directions", directions):
-        if direction not in ("forward", "backward"):
-            raise ValueError(f'directions must hold nothing but "forward" and "backward"; got {direction!r}')
+        if direction not in ("forward", "backward", "decode"):
+            raise ValueError(f'directions must hold nothing but "forward", "backward" and "decode"; got {direction!r}')
         asked = (True,) if direction == "backward" else (check_flag("return_lse", one) for one in _listed("return_lse", return_lse))
         kinds += [(direction, with_lse, deterministic, needs) for with_lse in asked]
     return kinds
 
 
 def _is_launched(problem, direction, with_lse, deterministic, needs):
-    return not (problem.is_empty if direction == "forward" else problem.sees_nothing or not needs)
+    return not (problem.sees_nothing or not needs if direction == "backward" else problem.is_empty)
 
 
-def _plan(problem, on, direction="forward", with_lse=True, deterministic=False, needs=NEEDS) -> Plan:
+def _plan(problem, on, direction="forward", with_lse=True, deterministic=False, needs=NEEDS, num_splits=None) -> Plan:
     """The plan of contiguous arrays."""
     if direction == "forward":
         return dispatch.make_plan(problem, contiguous_layouts(problem, lse=with_lse), on)
+    if direction == "decode":
+        return dispatch.make_decode_plan(problem, contiguous_layouts(problem, lse=with_lse), on, num_splits)
     needs = check_needs(needs, problem.gradients)
     return dispatch.make_backward_plan(problem, contiguous_backward_layouts(problem, needs), on, deterministic)
 
