@@ -33,9 +33,23 @@ MASK_OPERANDS = ("of_queries", "of_keys", "lists", "counters")
 APPEND_OPERANDS = ("k_new", "v_new", "k_cache", "v_cache", "seqlens_k", "page_table", "cos", "sin", "q", "rotated")
 """Arrays of a launch that writes to caches, in the order in which it takes their addresses."""
 
+MOST_PARTS = 16
+"""States that one launch merges at most."""
+
+STATE_OPERANDS = tuple(f"{name}{n}" for name in ("part", "part_lse") for n in range(MOST_PARTS))
+"""Outputs and LSE of the states that a launch merges, into ``out`` and ``lse``."""
+
 ALL_OPERANDS = tuple(
     dict.fromkeys(
-        (*OPERANDS, *OPTION_OPERANDS, *BACKWARD_OPERANDS, *(f"d{name}" for name in DIFFERENTIABLE_OPTIONS), *MASK_OPERANDS, *APPEND_OPERANDS)
+        (
+            *OPERANDS,
+            *OPTION_OPERANDS,
+            *BACKWARD_OPERANDS,
+            *(f"d{name}" for name in DIFFERENTIABLE_OPTIONS),
+            *MASK_OPERANDS,
+            *APPEND_OPERANDS,
+            *STATE_OPERANDS,
+        )
     )
 )
 """Every operand that a launch may have."""

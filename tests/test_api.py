@@ -528,7 +528,8 @@ O, L = np.zeros((2, 9, 4, 24), np.float32), np.zeros((2, 4, 9), np.float32)
         (ValueError, "outs and lses must have the same length; got 2 and 1", [O, O], [L]),
         (TypeError, "outs must be a list or tuple of arrays, one for each part of the keys; got ndarray", O, [L]),
         (TypeError, r"lses must be a list or tuple of arrays", [O], L),
-        (ValueError, r"outs\[0\] must have 4 axes \(batch, seqlen_q, heads, head_dim_v\); got 3 axes", [O[0]], [L]),
+        (ValueError, r"outs\[0\] must have 4 axes \(batch, seqlen_q, heads, head_dim_v\), or 3 .*; got 2 axes", [O[0, 0]], [L]),
+        (ValueError, r"lses\[0\] must have shape \(4, 9\); got \(2, 4, 9\)", [O[0]], [L]),
         (ValueError, r"outs\[1\] must have shape \(2, 9, 4, 24\); got \(2, 9, 4, 23\)", [O, O[..., :23]], [L, L]),
         (ValueError, r"lses\[0\] must have shape \(2, 4, 9\); got \(2, 9, 4\)", [O], [L.swapaxes(1, 2)]),
         (TypeError, r"outs\[1\] must have dtype float32, as outs\[0\] has; got float16", [O, O.astype(np.float16)], [L, L]),
@@ -594,8 +595,8 @@ def test_explain_takes_what_forward_and_backward_take():
     def options(function):
         return {name: p.default for name, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY and name != "stream"}
 
-    arrays = {name: None for name in ("dout", "out", "lse", "cu_seqlens_q", "cu_seqlens_k")}
-    functions = numbaflash.forward, numbaflash.backward, numbaflash.forward_varlen, numbaflash.backward_varlen
+    arrays = {name: None for name in ("dout", "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "page_table")}
+    functions = numbaflash.forward, numbaflash.backward, numbaflash.forward_varlen, numbaflash.backward_varlen, numbaflash.decode
     want = {name: default for function in functions for name, default in options(function).items()} | arrays | {"direction": "forward"}
     assert options(numbaflash.explain) == want
 

@@ -141,6 +141,10 @@ class Library:
         """``x`` in another dtype."""
         raise NotImplementedError
 
+    def constant(self, x):
+        """``x``, through which nothing is differentiated."""
+        return x
+
     def on_device(self, x) -> AbstractContextManager:
         """A context in which the library's own operations run on the device of ``x``."""
         return nullcontext()

@@ -143,10 +143,7 @@ class Lender(Library):
             outs, lses = list(facts.values())[: len(outs)], list(facts.values())[len(outs) :]
             if outs[0].kind == "cpu":
                 return merging.merge([host.typed_view(x) for x in outs], [host.typed_view(x) for x in lses])
-            made = [device().empty(x.index or 0, x.shape, host.dtype_of(x.dtype), stream) for x in (outs[0], lses[0])]
-            out, lse = (_row_major(like, MEMORY.address(x)) for like, x in zip((outs[0], lses[0]), made, strict=True))
-            device().merge(outs, lses, out, lse, stream)
-            return tuple(made)
+            return merging.by_kernel(MEMORY, lent["outs[0]"], facts, outs[0].dtype, lses[0].dtype, stream)
 
 
 def device():

@@ -72,6 +72,9 @@ class JAX(Library):
         (device,) = like.devices()
         return jax.device_put(array, device)
 
+    def constant(self, x):
+        return jax.lax.stop_gradient(x)
+
     def cast(self, x, dtype):
         return x.astype(dtype)
 

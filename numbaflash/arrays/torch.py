@@ -81,6 +81,12 @@ def _operator(name):
     return getattr(operators, f"recorded_{name}")
 
 
+def _recorded_merge(outs, lses):
+    from ..torch.merging import merge
+
+    return merge(outs, lses)
+
+
 def _differentiated(x) -> bool:
     """Whether torch would expect an operation on ``x`` to be recorded for a derivative."""
     if x.requires_grad and torch.is_grad_enabled():
@@ -142,8 +148,10 @@ class Torch(Library):
 
     @property
     def merge(self):
-        """None, except in torch.compile, as for `forward`: elsewhere torch records the array operations."""
-        return partial(_untraced, "merge") if is_dynamo_compiling() else None
+        """None, except where torch records: torch.compile breaks its graph at the call, others meet what they can record."""
+        if is_dynamo_compiling():
+            return partial(_untraced, "merge")
+        return _recorded_merge if torch.is_grad_enabled() or _active_modes() or _is_tracing() else None
 
     def inspect(self, x):
         at = x.data_ptr()

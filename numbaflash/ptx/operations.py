@@ -296,8 +296,8 @@ class GpuOps:
         return self._pure(llvm_f32, "tanh.approx.f32 $0, $1;", "=f,f", x)
 
     def exp(self, x):
-        """e to the power of a float64, in full precision."""
-        return self._libdevice("__nv_exp", x)
+        """e to the power of a float, in full precision."""
+        return self._libdevice("__nv_expf" if x.value.type == llvm_f32 else "__nv_exp", x)
 
     def log(self, x):
         """Natural logarithm in full precision."""

@@ -1,0 +1,1 @@
+"""Merging states of the online softmax: ``kernel`` is it on GPUs, ``launch`` prepares it."""
