@@ -87,7 +87,6 @@ class _Verification:
         self.calls, self.place, self.report, self.family, self.peers = calls, place, report, family, peers
         self.seconds: dict[str, float] = {}
         self.plans: dict[str, object] = {}
-        self.broken: set[str] = set()
 
     def run(self):
         self._meaning()
@@ -97,9 +96,7 @@ class _Verification:
     def _meaning(self):
         self.report.share(SHARES["meaning"])
         for n, call in enumerate(self.calls):
-            fine = self.report.step("meaning", f"{call.name}, smaller", lambda call=call: meaning.small(call, self.place, self.family), needed=n < 4)
-            if not fine:
-                self.broken.add(call.name)
+            self.report.step("meaning", f"{call.name}, smaller", lambda call=call: meaning.small(call, self.place, self.family), needed=n < 4)
         for n, call in enumerate(self.calls):
             self._real_size(call, needed=n < 4)
 
@@ -115,12 +112,13 @@ class _Verification:
             return meaning.sampled(inputs, *results, made.get("gradients"))
 
         report = self.report
-        if not report.step("meaning", f"{call.name}, samples", sample, needed=needed):
-            self.broken.add(call.name)
+        report.step("meaning", f"{call.name}, samples", sample, needed=needed)
         if "results" in made and self.place.library != "jax":
-            fine = report.step("meaning", f"{call.name}, in parts", lambda: meaning.in_parts(made["inputs"], *made["results"], made.get("gradients")))
-            if not fine:
-                self.broken.add(call.name)
+
+            def parts():
+                return meaning.in_parts(made["inputs"], *made["results"], made.get("gradients"))
+
+            report.step("meaning", f"{call.name}, in parts", parts, needed=needed)
         self.place.release()
 
     def _on_real_arrays(self):
@@ -222,12 +220,18 @@ class _Verification:
             much = accuracy.longer(call, keys)
             report.step("accuracy", f"very long: {much.name}", lambda much=much: accuracy.very_long(much, place, self.family))
             place.release()
+        late = []
         for name, case in accuracy.special_cases(self.calls):
             if case.direction == "backward" and place.library == "jax":
                 continue
             if self.family is not None and dispatch.family(self.family, case.direction).supports(case.problem, place.device):
                 continue
-            report.step("accuracy", f"special: {name}", lambda case=case: accuracy.special(case, place, self.family))
+            if report.left() <= 0:
+                late.append(name)
+            else:
+                report.step("accuracy", f"special: {name}", lambda case=case: accuracy.special(case, place, self.family))
+        if late:
+            report.add("accuracy", f"special: {len(late)} more", SKIP, f"no time left (--budget) for {'; '.join(late)}")
 
 
 PEER = ", torch's attention"

@@ -136,7 +136,8 @@ def _errors(findings) -> str:
         return ""
     body = [
         f'<line x1="{LABEL + WIDE * share / 1.1:.1f}" x2="{LABEL + WIDE * share / 1.1:.1f}" y1="24" y2="{ROW * len(told) + 26}" '
-        f'stroke="{"#c0392b" if share == 1 else "#ddd"}"/><text x="{LABEL + WIDE * share / 1.1 + 2:.1f}" y="30" font-size="9" fill="#777">{share:g}</text>'
+        f'stroke="{"#c0392b" if share == 1 else "#ddd"}"/>'
+        f'<text x="{LABEL + WIDE * share / 1.1 + 2:.1f}" y="30" font-size="9" fill="#777">{share:g}</text>'
         for share in (0, 0.25, 0.5, 0.75, 1)
     ]
     for n, (finding, errors) in enumerate(told):
