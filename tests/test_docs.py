@@ -106,7 +106,9 @@ def test_examples_of_docstrings(path):
     assert found.attempted and not found.failed
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("option-*.md")) + [ROOT / "docs" / name for name in ("packed.md", "compat.md")], ids=str)
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs").glob("option-*.md")) + [ROOT / "docs" / name for name in ("packed.md", "decoding.md", "compat.md")], ids=str
+)
 def test_every_feature_has_an_example_and_a_picture(page):
     shown = re.findall(r"^!\[[^]]+\]\(figures/(\w+)\.svg\)$", page.read_text(encoding="utf-8"), re.M)
     assert examples(page) and shown and set(shown) <= set(figures())
