@@ -8,10 +8,7 @@ what ``ncu --csv --page raw --print-units base`` has printed before.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
-import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,74 +16,17 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from . import gpu, records
+from . import gpu, ncu, records
 from .cells import Cell, backward_flops, forward_flops, heads_of, inputs
+from .counter_tables import BENCH, text_of
 from .decode import LENGTHS, DecodeCell, Inputs
 from .grids import choices
 from .passes import Backward, Forward
 from .peers import OURS, Numbaflash, facts_of, one_line
 
-PROGRAM, BENCH = "bench.counters", "counters"
+PROGRAM = "bench.counters"
 FOLDER = Path(__file__).parents[1]
 METHOD = "Nsight Compute: kernels replayed one by one, caches flushed before each replay, clocks as they are"
-
-SECTIONS = (
-    "SpeedOfLight",
-    "ComputeWorkloadAnalysis",
-    "WarpStateStats",
-    "MemoryWorkloadAnalysis",
-    "LaunchStats",
-    "Occupancy",
-    "SchedulerStats",
-    "InstructionStats",
-)
-BEYOND_SECTIONS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "lts__t_bytes.sum")
-
-_ELAPSED = ".avg.pct_of_peak_sustained_elapsed"
-_ACTIVE = ".avg.pct_of_peak_sustained_active"
-COUNTERS = {
-    "ns": ("gpu__time_duration.sum", "ns"),
-    "sm_hz": ("gpc__cycles_elapsed.avg.per_second", "hz"),
-    "sm_count": ("launch__sm_count", "SM"),
-    "tensor_pct": ("sm__pipe_tensor_cycles_active" + _ELAPSED, "%"),
-    "xu_pct": ("sm__inst_executed_pipe_xu" + _ELAPSED, "%"),
-    "fma_pct": ("sm__pipe_fma_cycles_active" + _ELAPSED, "%"),
-    "alu_pct": ("sm__pipe_alu_cycles_active" + _ELAPSED, "%"),
-    "lsu_pct": ("sm__inst_executed_pipe_lsu" + _ELAPSED, "%"),
-    "uniform_pct": ("sm__inst_executed_pipe_uniform" + _ELAPSED, "%"),
-    "issue_pct": ("smsp__issue_active" + _ACTIVE, "%"),
-    "instructions": ("smsp__inst_executed.sum", "inst"),
-    "cycles_per_issue": ("smsp__average_warp_latency_per_inst_issued.ratio", "cycle"),
-    "warps_per_sm": ("sm__warps_active.avg.per_cycle_active", "warp"),
-    "warps_possible_per_sm": ("sm__maximum_warps_avg_per_active_cycle", "warp"),
-    "eligible_warps_per_scheduler": ("smsp__warps_eligible.avg.per_cycle_active", "warp"),
-    "registers": ("launch__registers_per_thread", "register/thread"),
-    "shared_bytes_per_block": ("launch__shared_mem_per_block", "byte/block"),
-    "blocks": ("launch__grid_size", ""),
-    "threads": ("launch__block_size", ""),
-    "blocks_by_registers": ("launch__occupancy_limit_registers", "block"),
-    "blocks_by_shared_memory": ("launch__occupancy_limit_shared_mem", "block"),
-    "dram_pct": ("gpu__dram_throughput" + _ELAPSED, "%"),
-    "dram_bytes_per_s": ("dram__bytes.sum.per_second", "byte/s"),
-    "l2_pct": ("lts__throughput" + _ELAPSED, "%"),
-    "l2_hit_pct": ("lts__t_sector_hit_rate.pct", "%"),
-    "l1_pct": ("l1tex__throughput" + _ACTIVE, "%"),
-}
-"""Fields of ``counters`` in a record, each with its metric and the unit that is expected of it; the units are those of ``--print-units base``."""
-
-OPTIONAL_COUNTERS = {
-    "dram_read_bytes": ("dram__bytes_read.sum", "byte"),
-    "dram_write_bytes": ("dram__bytes_write.sum", "byte"),
-    "l2_bytes": ("lts__t_bytes.sum", "byte"),
-    "spills": ("sass__inst_executed_register_spilling", "inst"),
-}
-"""The same of those that are null where they were not counted: `BEYOND_SECTIONS`, and what only newer versions count."""
-
-_STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
-_HASH = re.compile(r"_[0-9a-f]{8}$")
-
-PEAK_FLOPS_PER_CYCLE = 4096
-"""Of the tensor cores of a multiprocessor of compute capability 9.0, in 16 bits: 989 TFLOP/s of 132 of them at 1830 MHz, as NVIDIA specifies them."""
 
 
 @dataclass(frozen=True)
@@ -157,66 +97,16 @@ def _cases():
 CASES = {case.name: case for case in _cases()}
 
 
-# ---- what ncu prints
-
-
-def rows_of(text: str) -> list[dict[str, tuple[str, str]]]:
-    """The launches that a raw page holds, in their order: of each column the unit and what stands there. Other lines between are passed over."""
-    found, head, units = [], None, None
-    for row in csv.reader(line for line in text.splitlines() if line.startswith('"')):
-        if "Kernel Name" in row:
-            head, units = row, None
-        elif head is not None and len(row) == len(head):
-            if units is None:
-                units = row
-            else:
-                found.append({name: (unit, value) for name, unit, value in zip(head, units, row, strict=True)})
-    if not found:
-        told = [line.removeprefix("==ERROR==").strip() for line in text.splitlines() if line.startswith("==ERROR==")]
-        raise ValueError(f"no launch was counted: {'; '.join(told) or 'there is no table of ncu --csv --page raw'}")
-    return found
-
-
-def number(text: str) -> float | int | None:
-    """What a cell of the table holds; None where nothing was counted."""
-    text = text.replace(",", "")
-    try:
-        return float(text) if "." in text else int(text)
-    except ValueError:
-        return None
-
-
-def counters_of(row) -> dict:
-    """The fields `COUNTERS` and `OPTIONAL_COUNTERS` of a launch; a ValueError says what is missing, or has another unit."""
-    found = {}
-    for field, (metric, unit) in (COUNTERS | OPTIONAL_COUNTERS).items():
-        given, text = row.get(metric, (unit, ""))
-        if given != unit:
-            raise ValueError(f"{metric} must be in {unit or 'no unit'}, as ncu --print-units base gives it; got {given or 'no unit'}")
-        found[field] = number(text)
-        if found[field] is None and field in COUNTERS:
-            raise ValueError(f"{metric} was not counted ({text or 'no such column'}); run ncu with --section {' --section '.join(SECTIONS)}")
-    return found
-
-
-def stalls_of(row) -> dict[str, float]:
-    """Cycles that a warp spends in each state for an instruction that is issued, the greatest first. ``selected`` is the cycle of the issue."""
-    told = {found[1]: number(text) or 0.0 for metric, (_, text) in row.items() if (found := _STALL.fullmatch(metric))}
-    if not told:
-        raise ValueError("no reason why warps stall was counted; run ncu with --section WarpStateStats")
-    return dict(sorted(told.items(), key=lambda each: -each[1]))
-
-
 def records_of(case: Case, rows, common) -> list[dict]:
     """A record of each launch of a case. The longest launch is its main one, which all operations are counted for."""
-    counted = [counters_of(row) for row in rows]
+    counted = [ncu.counters_of(row) for row in rows]
     longest = max(range(len(rows)), key=lambda n: counted[n]["ns"])
     base = {"bench": BENCH, "direction": case.direction, **case.fields, "library": OURS}
     return [
         records.check(
             base
             | {"ms": counters["ns"] / 1e6, "tflops": case.flops / counters["ns"] / 1e3 if n == longest else None}
-            | {"case": case.name, "kernel": row["Kernel Name"][1], "main": n == longest, "counters": counters, "stalls": stalls_of(row)}
+            | {"case": case.name, "kernel": row["Kernel Name"][1], "main": n == longest, "counters": counters, "stalls": ncu.stalls_of(row)}
             | common
         )
         for n, (row, counters) in enumerate(zip(rows, counted, strict=True))
@@ -242,25 +132,6 @@ def assign(rows, told) -> dict[str, list]:
 
 
 # ---- a run
-
-
-def find_ncu(given=None) -> str:
-    """Where ncu is; a ValueError says what to do."""
-    found = shutil.which(given or "ncu")
-    if found is None:
-        raise ValueError(
-            f"{given or 'ncu'} was not found{'' if given else ' on PATH'}; it is Nsight Compute's command line, which comes with the CUDA toolkit "
-            "(often /usr/local/cuda/bin/ncu): install it, or say where it is with --ncu"
-        )
-    return found
-
-
-def command_of(ncu, names, out, facts) -> list[str]:
-    """The command that counts some cases in one process; it writes what was counted to ``out``, and the process what it has launched to ``facts``."""
-    options = ["--profile-from-start", "off", "--clock-control", "none", "--kernel-name", "regex:numbaflash"]
-    options += ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(out), "--metrics", ",".join(BEYOND_SECTIONS)]
-    options += [word for section in SECTIONS for word in ("--section", section)]
-    return [ncu, *options, sys.executable, "-m", PROGRAM, "--child", ",".join(names), "--facts", str(facts)]
 
 
 def child(names, path) -> int:
@@ -308,148 +179,36 @@ def build(cases, note) -> None:
         note(f"some kernels were not built: {one_line(error)}")
 
 
-def count(ncu, cases, common, timeout: float, run=subprocess.run) -> tuple[list[dict], dict[str, str]]:
-    """Records of all cases, and what went wrong with the others."""
+def count(program, cases, common, timeout: float, keep, run=subprocess.run) -> tuple[list[dict], dict[str, str]]:
+    """Records of all cases, and what went wrong with the others. What was counted and cannot be understood is kept in the folder ``keep``."""
     with tempfile.TemporaryDirectory(prefix="numbaflash-counters-") as folder:
         out, facts = Path(folder, "counted.csv"), Path(folder, "facts.jsonl")
-        done = run(command_of(ncu, [case.name for case in cases], out, facts), cwd=FOLDER, capture_output=True, text=True, timeout=timeout)
+        itself = [sys.executable, "-m", PROGRAM, "--child", ",".join(case.name for case in cases), "--facts", str(facts)]
+        done = run(ncu.command_of(program, out, itself), cwd=FOLDER, capture_output=True, text=True, timeout=timeout)
         told = [json.loads(line) for line in facts.read_text().splitlines()] if facts.exists() else []
         text = out.read_text() if out.exists() else ""
     failed = {each["case"]: each["error"] for each in told if "error" in each}
     missing = [case.name for case in cases if case.name not in {each["case"] for each in told}]
     if missing:
-        words = " ".join((done.stdout + done.stderr + text).split())[-300:]
+        words = " ".join((done.stdout + done.stderr).split())[-300:]
         failed |= dict.fromkeys(missing, f"its process ended with exit code {done.returncode}: {words}")
     told = [each for each in told if "error" not in each]
-    counted = assign(rows_of(text), told) if told else {}
-    found = []
+    try:
+        return understood(text, told, common) if told else [], failed
+    except ValueError as error:
+        kept = Path(keep, "counters-raw.csv")
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(text)
+        raise ValueError(f"{error}; what was counted is in {kept}") from None
+
+
+def understood(text, told, common) -> list[dict]:
+    """Records of what was counted of cases that have told what they launched."""
+    counted, found = assign(ncu.rows_of(text), told), []
     for each in told:
         facts = {name: value for name, value in each.items() if name != "case"}
         found += records_of(CASES[each["case"]], counted[each["case"]], common | facts)
-    return found, failed
-
-
-def version_of(ncu) -> str | None:
-    """As ``ncu --version`` tells it."""
-    try:
-        told = subprocess.run([ncu, "--version"], capture_output=True, text=True, timeout=60).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    found = re.search(r"Version (\S+)", told)
-    return found and found[1]
-
-
-# ---- what a run says
-
-
-def label_of(record) -> str:
-    """A launch in words: its case, and what it is where it is not the main one."""
-    if record["direction"] == "decode":
-        label = f"decode {record['lengths']}, pages of {record['page_size']}"
-    else:
-        label = f"{record['direction']} D {record['head_dim']} {'causal' if record['causal'] else 'full'}"
-    part = _HASH.sub("", record["kernel"]).rpartition("build_")[2]
-    return label if record["main"] else f"{label}: {part}"
-
-
-def products_over_needed(record) -> float | None:
-    """What the tensor cores have multiplied, over what the visible pairs need; None where that is not known."""
-    c = record["counters"]
-    if record["tflops"] is None or record["direction"] == "decode":
-        return None
-    return c["tensor_pct"] / 100 * PEAK_FLOPS_PER_CYCLE * c["sm_count"] * c["sm_hz"] / (record["tflops"] * 1e12)
-
-
-def table(head, rows) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] + ["--:"] * (len(head) - 1), *rows])
-
-
-def _value(value, form=".0f", scale=1.0) -> str:
-    return "-" if value is None else format(value * scale, form)
-
-
-def launches_table(found) -> str:
-    """What a launch takes, and how long."""
-    head = [
-        "kernel",
-        "us",
-        "SM clock, MHz",
-        "blocks x threads",
-        "registers a thread",
-        "shared memory a block, KiB",
-        "warps an SM, of those that fit",
-        "TFLOP/s",
-    ]
-    rows = []
-    for r in found:
-        c = r["counters"]
-        blocks, warps = f"{c['blocks']} x {c['threads']}", f"{c['warps_per_sm']:.1f} of {c['warps_possible_per_sm']:.0f}"
-        shared = f"{c['shared_bytes_per_block'] / 1024:.0f}"
-        rows.append([label_of(r), f"{c['ns'] / 1e3:.1f}", f"{c['sm_hz'] / 1e6:.0f}", blocks, str(c["registers"]), shared, warps, _value(r["tflops"])])
-    return table(head, rows)
-
-
-def pipes_table(found) -> str:
-    """How much of the time each pipe works, in percent of its peak."""
-    names = {
-        "tensor_pct": "tensor",
-        "xu_pct": "XU",
-        "fma_pct": "FMA",
-        "alu_pct": "ALU",
-        "lsu_pct": "LSU",
-        "uniform_pct": "uniform",
-        "issue_pct": "issue slots",
-    }
-    rows = [
-        [
-            label_of(r),
-            *(_value(r["counters"][name], ".1f") for name in names),
-            _value(r["counters"]["eligible_warps_per_scheduler"], ".2f"),
-            _value(products_over_needed(r), ".2f"),
-        ]
-        for r in found
-    ]
-    return table(["kernel, % of the peak", *names.values(), "eligible warps a scheduler", "products over those needed"], rows)
-
-
-def memory_table(found) -> str:
-    """What moves, and how busy memory and caches are."""
-    head = ["kernel", "DRAM, %", "DRAM, TB/s", "DRAM, MB", "L2, %", "L2 hits, %", "L2, MB", "L1 and shared memory, %"]
-    rows = []
-    for r in found:
-        c = r["counters"]
-        moved = c["dram_bytes_per_s"] * c["ns"] / 1e9
-        numbers = [_value(c["dram_pct"], ".1f"), _value(c["dram_bytes_per_s"], ".2f", 1e-12), _value(moved, ".1f", 1e-6)]
-        numbers += [_value(c["l2_pct"], ".1f"), _value(c["l2_hit_pct"], ".1f"), _value(c["l2_bytes"], ".1f", 1e-6), _value(c["l1_pct"], ".1f")]
-        rows.append([label_of(r), *numbers])
-    return table(head, rows)
-
-
-LEAST_STALL = 0.05
-"""A reason that no kernel has for so many cycles an instruction is not shown."""
-
-
-def stalls_table(found) -> str:
-    """Cycles of a warp for each instruction issued, by what it waits for."""
-    greatest = {}
-    for r in found:
-        for reason, cycles in r["stalls"].items():
-            greatest[reason] = max(cycles, greatest.get(reason, 0.0))
-    reasons = sorted((reason for reason, cycles in greatest.items() if cycles >= LEAST_STALL), key=lambda reason: -greatest[reason])
-    rows = [
-        [label_of(r), _value(r["counters"]["cycles_per_issue"], ".2f"), *(_value(r["stalls"].get(reason), ".2f") for reason in reasons)]
-        for r in found
-    ]
-    return table(["kernel, cycles", "all", *(reason.replace("_", " ") for reason in reasons)], rows)
-
-
-TABLES = {"launches": launches_table, "pipes": pipes_table, "memory": memory_table, "stalls": stalls_table}
-"""The tables of a run, by name; docs/profiling.md has each of them."""
-
-
-def text_of(found) -> str:
-    """All tables."""
-    return "\n\n".join(make(found) for make in TABLES.values())
+    return found
 
 
 def parser() -> argparse.ArgumentParser:
@@ -491,7 +250,7 @@ def parsed(options) -> list[dict]:
     found = []
     for case, path in options.files:
         try:
-            rows = rows_of(path.read_text())
+            rows = ncu.rows_of(path.read_text())
             common = {"gpu": rows[0]["device__attribute_display_name"][1], "driver": None, "version": "unknown", "method": METHOD}
             common |= {"command": records.run_fields()["command"], "date": options.date, "commit": options.commit, "source": options.source}
             found += records_of(case, rows, common)
@@ -529,11 +288,11 @@ def measured(options) -> tuple[list[dict], dict[str, str]]:
     """Records of a run on the present GPU, and what went wrong."""
     import numbaflash
 
-    ncu = find_ncu(options.ncu)
+    program = ncu.find(options.ncu)
     build(options.cases, partial(print, flush=True))
     common = records.gpu_fields() | records.run_fields(options.commit)
-    common |= {"version": numbaflash.__version__, "ncu": version_of(ncu), "method": METHOD}
-    return count(ncu, options.cases, common, options.timeout)
+    common |= {"version": numbaflash.__version__, "ncu": ncu.version_of(program), "method": METHOD}
+    return count(program, options.cases, common, options.timeout, options.out or records.RESULTS)
 
 
 if __name__ == "__main__":
