@@ -14,7 +14,6 @@ from ...problem import ITEMSIZE, Problem, trim_keys
 from ..blocks.launch import Lists
 from ..sections import choose_section, fitting_section
 from .config import (
-    ELEMENTS,
     TICKETS_BYTES,
     TICKETS_THREADS,
     ForwardConfig,
