@@ -34,6 +34,8 @@ def table(report: Report) -> str:
         verdict = "nothing was verified"
     else:
         verdict = f"{len(failed)} of {len(report.findings)} findings FAILED" if failed else "no check failed"
+        late = sum(finding.status == SKIP for finding in report.findings)
+        verdict += f", {late} skipped" if late else ""
     lines += ["", f"{verdict}, in {report.elapsed:.0f} s"]
     return "\n".join(lines + [f"  {finding.check}: {finding.name}" for finding in failed])
 
