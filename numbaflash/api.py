@@ -473,18 +473,18 @@ def merge(outs, lses):
 
     Parameters
     ----------
-    outs : sequence of array, each (batch, seqlen_q, heads, head_dim_v)
+    outs : sequence of array, each (batch, seqlen_q, heads, head_dim_v), or (total_q, heads, head_dim_v) of packed sequences
         One or more partial results of the same queries; float16, bfloat16, float32 or float64 of one library and device, any strides.
-    lses : sequence of array, each (batch, heads, seqlen_q)
+    lses : sequence of array, each (batch, heads, seqlen_q), or (heads, total_q)
         Their LSE: float32 (float64 for float64 outs). A row of -inf has seen no key and changes nothing, whatever its out holds.
 
     Returns
     -------
-    out : array, (batch, seqlen_q, heads, head_dim_v)
-        dtype and library of ``outs``, computed in float32 (float64 for float64). 0 in a row that no part has a key for.
+    out : array, shape of each of ``outs``
+        Their dtype and library, computed in float32 (float64 for float64). 0 in a row that no part has a key for.
         Arrays that only lend their memory get NumPy arrays on the CPU and Numba device arrays on CUDA, as from `forward`.
-    lse : array, (batch, heads, seqlen_q)
-        -inf in such a row.
+    lse : array, shape of each of ``lses``
+        -inf in such a row. PyTorch and JAX differentiate both results; a part's row without a key has gradients of 0.
 
     Raises
     ------

@@ -106,7 +106,9 @@ def test_examples_of_docstrings(path):
     assert found.attempted and not found.failed
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("option-*.md")) + [ROOT / "docs" / name for name in ("packed.md", "compat.md")], ids=str)
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs").glob("option-*.md")) + [ROOT / "docs" / name for name in ("packed.md", "decoding.md", "compat.md")], ids=str
+)
 def test_every_feature_has_an_example_and_a_picture(page):
     shown = re.findall(r"^!\[[^]]+\]\(figures/(\w+)\.svg\)$", page.read_text(encoding="utf-8"), re.M)
     assert examples(page) and shown and set(shown) <= set(figures())
@@ -134,6 +136,36 @@ def test_support_tables_are_what_the_families_say(page, name):
     assert found is not None, f"{page} has no table of {name}"
     tables = {"support": markdown, "options": features_markdown, "caches": lambda: markdown("decode")}
     assert found[1].strip() == tables[name](), "run: python docs/tables.py"
+
+
+def tables():
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "docs" / "tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_tables_of_measurements_are_those_of_the_results():
+    made = tables()
+    for page in made.PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert made.written(text) == text, f"{page.name}: run: python docs/tables.py"
+    marked = {page: re.findall(r"^<!-- numbaflash ([\w ]+) -->$", page.read_text(encoding="utf-8"), re.M) for page in PAGES}
+    assert {page for page, names in marked.items() if names} == set(made.PAGES)
+    assert set().union(*marked.values()) == set(made.TABLES)
+
+
+def test_what_the_page_on_profiling_says_was_counted():
+    main = {r["case"]: r for r in tables().results("profiling.md") if r["main"]}
+    forward, decode = (main[name]["counters"] for name in ("forward-d128-causal", "decode-64-of-8k"))
+    pipes = ("xu_pct", "fma_pct", "alu_pct", "lsu_pct", "uniform_pct", "issue_pct", "dram_pct", "l2_pct", "l1_pct")
+    assert all(forward["tensor_pct"] > 1.25 * forward[name] for name in pipes), "bound by the tensor pipe"
+    assert forward["issue_pct"] < 50 and forward["dram_pct"] < 20
+    assert decode["l2_pct"] > decode["dram_pct"] > 80 and max(decode["tensor_pct"], decode["issue_pct"]) < 20
+    assert decode["dram_bytes_per_s"] * decode["ns"] / 1e9 < 1.02 * 2147e6
+    stalls = {name: main[name]["stalls"] for name in main}
+    assert max(stalls["forward-d128-causal"].values()) < forward["cycles_per_issue"] / 2
+    assert stalls["decode-64-of-8k"]["long_scoreboard"] > decode["cycles_per_issue"] / 2
 
 
 def ratios_of_results(direction):
@@ -224,6 +256,42 @@ def test_workspace_formulas(family, dtype, dims, deterministic):
             in_turn = deterministic and seqlen > config.kv_tile
             expected = simt_workspace(*sizes, 8 if dtype == "float64" else 4, config.q_tile, config.dim, in_turn)
         assert plan.workspace_bytes == expected
+
+
+BUDGETED = (  # head dims, tokens of groups of 4 heads, page size
+    ((64, 64), 1, 0),
+    ((64, 64), 1, 16),
+    ((128, 128), 1, 0),
+    ((192, 128), 1, 0),
+    ((256, 256), 1, 0),
+    ((128, 128), 8, 0),
+    ((128, 128), 16, 0),
+    ((128, 128), 32, 0),
+    ((256, 256), 16, 0),
+    ((576, 512), 4, 0),
+)
+
+
+def decode_budget():
+    """The rows of the table of docs/kernels-sm90-decode.md."""
+    from numbaflash.kernels.sm90.decoding.config import SharedMemory, decode_config
+    from numbaflash.problem import make_decode_problem
+
+    for dims, tokens, page_size in BUDGETED:
+        rows = (99, page_size) if page_size else (8, 1000)
+        paging = {"page_table": ((8, 9), "int32")} if page_size else {}
+        shapes = ((8, tokens, 8, dims[0]), (*rows, 2, dims[0]), (*rows, 2, dims[1]))
+        config = decode_config(make_decode_problem(*shapes, ("bfloat16",) * 3, seqlens_k=((8,), "int32"), **paging))
+        registers = f"{config.warp_columns // 2} + {config.keys // 2} + {'shared' if config.shared_q else config.depth // 4}"
+        name = ", ".join(map(str, dict.fromkeys(dims))) + (", pages" if page_size else "")
+        sizes = tokens * 4, config.division, config.warps, config.blocks, config.keys, config.stages
+        yield " | ".join(["| " + name, *map(str, sizes), registers, f"{SharedMemory.of(config).total / 1024:.0f} KiB |"])
+
+
+def test_the_budget_of_decoding_is_what_is_configured():
+    page = (ROOT / "docs" / "kernels-sm90-decode.md").read_text(encoding="utf-8")
+    table = re.search(r"<!-- decode budget -->\n.*\n.*\n((?:\|.*\n)+)<!-- end -->", page)
+    assert table is not None and table[1].splitlines() == list(decode_budget())
 
 
 def test_links_between_pages():
