@@ -20,7 +20,7 @@ USUAL = {
     "cpu": {"seqlen": (1024,), "heads": 8, "kv_heads": 2, "head_dim": 64, "dtype": "float32", "requests": 8, "context": 2048},
     "cuda": {"seqlen": (8192,), "heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "requests": 64, "context": 8192},
 }
-CHECKS = ("meaning", "dispatch", "time", "memory", "accuracy")
+CHECKS = ("meaning", "dispatch", "time", "memory", "accuracy", "service")
 BUDGET = {"cpu": 80.0, "cuda": 220.0}
 LONGEST = {"cpu": 1024, "cuda": 8192}
 """Of prefill, where a model's configuration would have longer sequences."""
@@ -34,8 +34,8 @@ def add_parser(commands) -> argparse.ArgumentParser:
         "verify",
         help="check meaning, dispatch, time, memory and accuracy of your shapes on this machine",
         description="Checks, in this order: the same meaning as the float64 reference; which kernel runs, and why not a faster one; time after a "
-        "warm-up of prefill, one-request decode and batched decode; peak memory; very long inputs and special masks. Exit status 1 when a "
-        "check failed. Shapes come from options, from a model's config.json, or from a trace of numbaflash.record.",
+        "warm-up of prefill, one-request decode and batched decode; peak memory; very long inputs and special masks; a small server. Exit status 1 "
+        "when a check failed. Shapes come from options, from a model's config.json, or from a trace of numbaflash.record.",
     )
     sources = parser.add_mutually_exclusive_group()
     sources.add_argument("--config", metavar="FILE", help="config.json of a Hugging Face model, or its folder")

@@ -8,13 +8,14 @@ from .. import dispatch
 from ..dispatch import make_backward_plan, make_decode_plan, make_plan, use_family
 from ..problem import UnsupportedError
 from ..support import contiguous_backward_layouts, contiguous_layouts
-from . import accuracy, dispatching, meaning, memory, timing
+from ..testing import ahead
+from . import accuracy, dispatching, meaning, memory, serving, timing
 from .findings import FAIL, INFO, SKIP, Report
 from .inputs import Inputs
 from .places import Place
 from .shapes import Call, without_pages
 
-SHARES = {"meaning": 0.45, "dispatch": 0.5, "time": 0.65, "memory": 0.7, "accuracy": 1.0}
+SHARES = {"meaning": 0.45, "dispatch": 0.5, "time": 0.65, "memory": 0.67, "accuracy": 0.85, "service": 1.0}
 """Part of the whole time by which each check ends; what one leaves over is the next one's."""
 
 
@@ -94,13 +95,21 @@ class _Verification:
             self._on_real_arrays()
         if "accuracy" in self.checks:
             self._accuracy()
+        if "service" in self.checks:
+            self._service()
 
     def _meaning(self):
         self.report.share(SHARES["meaning"])
+        self._build([meaning.case_of(call, self.place) for call in self.calls if call.direction != "decode"])
         for n, call in enumerate(self.calls):
             self.report.step("meaning", f"{call.name}, smaller", lambda call=call: meaning.small(call, self.place, self.family), needed=n < 4)
         for n, call in enumerate(self.calls):
             self._real_size(call, needed=n < 4)
+
+    def _build(self, cases):
+        """Build the kernels of a GPU in parallel before they are needed; on the CPU the first call of each compiles it."""
+        if self.place.on_gpu:
+            ahead.build(cases, self.place.device, self.family, self.place.testing_library)
 
     def _real_size(self, call, needed):
         """Samples of it, and all of it in other parts."""
@@ -229,8 +238,10 @@ class _Verification:
 
             report.step("accuracy", f"very long: {call.name}", look)
             place.release()
-        late = []
-        for name, case in accuracy.special_cases(self.calls):
+        late, cases = [], accuracy.special_cases(self.calls)
+        if report.left() > 0:
+            self._build([case for _, case in cases])
+        for name, case in cases:
             if case.direction == "backward" and place.library == "jax":
                 continue
             if self.family is not None and dispatch.family(self.family, case.direction).supports(case.problem, place.device):
@@ -241,6 +252,19 @@ class _Verification:
                 report.step("accuracy", f"special: {name}", lambda case=case: accuracy.special(case, place, self.family))
         if late:
             report.add("accuracy", f"special: {len(late)} more", SKIP, f"no time left (--budget) for {'; '.join(late)}")
+
+    def _service(self):
+        report = self.report
+        report.share(SHARES["service"])
+        reason = serving.why_not(self.calls, report.left())
+        if reason is not None:
+            report.add("service", "a small server", SKIP, reason)
+            return
+
+        def left_out(engine, why):
+            report.add("service", f"a small server with {engine}", SKIP, f"left out, {why}")
+
+        report.step("service", "a small server", lambda: serving.serve(self.calls, self.place, left_out), needed=True)
 
 
 PEER = ", torch's attention"
