@@ -14,7 +14,7 @@ import pytest
 
 from numbaflash import call as road
 from numbaflash import cli, dispatch, testing, verify
-from numbaflash.verify import accuracy, meaning, memory, order, places, report, timing
+from numbaflash.verify import accuracy, blas, meaning, memory, order, places, report, timing
 from numbaflash.verify.findings import FAIL, PASS, SKIP, Report
 
 ATTENTION = verify.Attention(heads=4, kv_heads=2, head_dim=32, head_dim_v=32, dtype="float32")
@@ -278,6 +278,16 @@ def test_what_no_kernel_computes_fails_with_reasons():
 
 
 # ---- pieces
+
+
+def test_one_thread_of_blas():
+    found = blas._functions()
+    if found is None:
+        pytest.skip("NumPy has no OpenBLAS of its own")
+    before = found[0]()
+    with blas.one_thread():
+        assert found[0]() == 1
+    assert found[0]() == before
 
 
 def test_quartiles():
