@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 _NAMES = tuple(
-    (f"{prefix}openblas_get_num_threads{suffix}", f"{prefix}openblas_set_num_threads{suffix}") for prefix in ("scipy_", "") for suffix in ("64_", "")
+    tuple(f"{prefix}openblas_{what}_num_threads{suffix}" for what in ("get", "set")) for prefix in ("scipy_", "") for suffix in ("64_", "")
 )
 
 
