@@ -14,7 +14,7 @@ import pytest
 
 from numbaflash import call as road
 from numbaflash import cli, dispatch, testing, verify
-from numbaflash.verify import accuracy, meaning, memory, order, places, report, timing
+from numbaflash.verify import accuracy, blas, meaning, memory, order, places, report, timing
 from numbaflash.verify.findings import FAIL, PASS, SKIP, Report
 
 ATTENTION = verify.Attention(heads=4, kv_heads=2, head_dim=32, head_dim_v=32, dtype="float32")
@@ -201,7 +201,9 @@ def test_every_check(tmp_path, capsys, monkeypatch):
     said = capsys.readouterr().out
     assert status == 0, said
     told = json.loads((tmp_path / "r.json").read_text())
-    assert not told["failed"] and {"meaning", "dispatch", "time", "memory", "accuracy"} == {finding["check"] for finding in told["findings"]}
+    assert not told["failed"] and {"meaning", "dispatch", "time", "memory", "accuracy", "service"} == {
+        finding["check"] for finding in told["findings"]
+    }
     assert "no check failed" in said and said.count("\n[") == len(told["findings"])
     times = {finding["name"]: finding["figures"] for finding in told["findings"] if finding["check"] == "time"}
     assert set(times) == {"prefill of 130", "gradients of 130", "decode of one request", "decode of 2 requests, paged"}
@@ -280,6 +282,16 @@ def test_what_no_kernel_computes_fails_with_reasons():
 # ---- pieces
 
 
+def test_one_thread_of_blas():
+    found = blas._functions()
+    if found is None:
+        pytest.skip("NumPy has no OpenBLAS of its own")
+    before = found[0]()
+    with blas.one_thread():
+        assert found[0]() == 1
+    assert found[0]() == before
+
+
 def test_quartiles():
     assert timing.quartiles([3.0, 1.0, 2.0, 5.0, 4.0]) == (2.0, 3.0, 4.0)
     assert timing.quartiles([1.0]) == (1.0, 1.0, 1.0)
@@ -320,7 +332,7 @@ def test_html_escapes_what_it_shows():
     found = Report(1.0, say=lambda line: None)
     found.add("meaning", "<b>", FAIL, "a < b & c", {"errors": {"out": 2.0}})
     assert "a &lt; b &amp; c" in report.page(found) and "<td><b></td>" not in report.page(found)
-    assert "1 of 1 findings FAILED" in report.table(found) or "nothing was verified" in report.table(found)
+    assert "1 of 1 findings FAILED" in report.table(found) and "nothing was verified" in report.table(Report(1.0))
 
 
 # ---- configurations

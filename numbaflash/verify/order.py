@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 from .. import dispatch
@@ -10,6 +11,7 @@ from ..problem import UnsupportedError
 from ..support import contiguous_backward_layouts, contiguous_layouts
 from ..testing import ahead
 from . import accuracy, dispatching, meaning, memory, serving, timing
+from .blas import one_thread
 from .findings import FAIL, INFO, SKIP, Report
 from .inputs import Inputs
 from .places import Place
@@ -44,7 +46,7 @@ def verify(calls: list[Call], place: Place, report: Report, *, family: str | Non
     """
     calls = _possible(calls, place, family, report)
     memory.check_fits(calls, place, lambda call: _workspace(call, place, family))
-    with use_family(family):
+    with use_family(family), nullcontext() if place.on_gpu else one_thread():
         _Verification(calls, place, report, family, checks).run()
     return report
 

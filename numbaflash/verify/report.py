@@ -30,7 +30,7 @@ def table(report: Report) -> str:
         counts = "  ".join(f"{sum(finding.status == status for finding in of):4}" for status in (PASS, FAIL, SKIP, INFO))
         lines.append(f"{check:{width}}  {counts}  {sum(finding.seconds for finding in of):7.1f}")
     failed = [finding for finding in report.findings if finding.status == FAIL]
-    if not report.findings or not any(finding.status in (PASS, INFO) for finding in report.findings):
+    if not failed and not any(finding.status in (PASS, INFO) for finding in report.findings):
         verdict = "nothing was verified"
     else:
         verdict = f"{len(failed)} of {len(report.findings)} findings FAILED" if failed else "no check failed"
