@@ -468,17 +468,17 @@ def merge(outs, lses):
 
     Parameters
     ----------
-    outs : sequence of array, each (batch, seqlen_q, heads, head_dim_v)
+    outs : sequence of array, each (batch, seqlen_q, heads, head_dim_v), or (total_q, heads, head_dim_v) of packed sequences
         One or more partial results of the same queries; float16, bfloat16, float32 or float64 of one library and device, any strides.
-    lses : sequence of array, each (batch, heads, seqlen_q)
+    lses : sequence of array, each (batch, heads, seqlen_q), or (heads, total_q)
         Their LSE: float32 (float64 for float64 outs). A row of -inf has seen no key and changes nothing, whatever its out holds.
 
     Returns
     -------
-    out : array, (batch, seqlen_q, heads, head_dim_v)
+    out : array, shape of each of ``outs``
         dtype and library of ``outs``, computed in float32 (float64 for float64). 0 in a row that no part has a key for.
         Arrays that only lend their memory get NumPy arrays on the CPU and Numba device arrays on CUDA, as from `forward`.
-    lse : array, (batch, heads, seqlen_q)
+    lse : array, shape of each of ``lses``
         -inf in such a row.
 
     Raises
@@ -487,6 +487,11 @@ def merge(outs, lses):
         For a wrong kind or dtype, or several libraries.
     ValueError
         For no part at all, a wrong shape, or several devices.
+
+    Notes
+    -----
+    On a GPU, up to 16 parts are merged by one kernel, which reads each of them once; more take a launch for every 16. The arrays of JAX are merged
+    by XLA. PyTorch and JAX differentiate the results, to any order, and a row of -inf has gradients of 0, whatever its out holds.
 
     Examples
     --------

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import threading
 from dataclasses import replace
 
 from .arrays import ITEMSIZE, LIBRARIES, contiguous_strides, one_library
 from .arrays import numpy as host
 from .arrays.streams import stream_handle
-from .call import MAX_CALLS, check_one_device, device_of
+from .call import check_one_device, device_of, find, remember
 from .dispatch import APPEND_OPERANDS
 from .memory import extent, overlaps, overlaps_itself
 from .problem import check_cache_lengths, check_flag, check_page_numbers
@@ -18,8 +17,6 @@ from .problem.caches import make_append
 __all__ = ["append_kv"]
 
 _WRITTEN = ("k_cache", "v_cache")
-_lock = threading.Lock()
-_prepared: dict = {}
 
 
 def append_kv(k_new, v_new, k_cache, v_cache, seqlens_k, page_table=None, *, q=None, cos=None, sin=None, interleaved=False, stream=None):
@@ -99,8 +96,8 @@ def append_kv(k_new, v_new, k_cache, v_cache, seqlens_k, page_table=None, *, q=N
         for name, x in arrays.items():
             library.describe(x, name)  # says for people what is wrong
         raise
-    kind = (library, interleaved, *((name, key) for name, (_, key) in found.items()))
-    prepared = _prepared.get(kind) or _prepare(kind, library, arrays, interleaved)
+    kind = ("append_kv", library, interleaved, *((name, key) for name, (_, key) in found.items()))
+    prepared = find(kind) or remember(kind, _Prepared(library, arrays, interleaved))
     addresses = {name: at for name, (at, _) in found.items()}
     _check_values(library, arrays, prepared.what)
     rotated = None
@@ -185,15 +182,6 @@ class _Prepared:
             strides = contiguous_strides(q.shape, ITEMSIZE[q.dtype])
             views["rotated"] = host.bits_view(replace(q, address=addresses["rotated"], strides=strides, readonly=False))
         append(self.what, views)
-
-
-def _prepare(kind, library, arrays, interleaved):
-    made = _Prepared(library, arrays, interleaved)
-    with _lock:
-        while len(_prepared) >= MAX_CALLS:
-            del _prepared[next(iter(_prepared))]
-        _prepared[kind] = made
-    return made
 
 
 def _check_values(library, arrays, what):

@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from . import dispatch
 from .arrays import ITEMSIZE, Facts, Library, contiguous_strides
@@ -28,7 +29,7 @@ WORKSPACE_ALIGNMENT = 256
 """Bytes that divide the address of a workspace, whatever the library's allocator promises."""
 
 _lock = threading.Lock()
-_prepared: dict[tuple, Call] = {}
+_prepared: dict[tuple, Any] = {}
 find = _prepared.get
 
 
@@ -139,7 +140,7 @@ def prepare(key, library: Library, arrays: dict, options: dict, with_lse: bool) 
     """
     facts, problem = describe(library, arrays, options)
     plan = None if problem.is_empty else plan_call(problem, facts, with_lse, device_of(facts["q"]))
-    return _remember(key, _call("forward", library, arrays["q"], facts, problem, plan))
+    return remember(key, _call("forward", library, arrays["q"], facts, problem, plan))
 
 
 def prepare_backward(key, library: Library, arrays: dict, options: dict, needs: tuple[str, ...], deterministic: bool) -> Call:
@@ -147,12 +148,12 @@ def prepare_backward(key, library: Library, arrays: dict, options: dict, needs: 
     facts, problem = describe(library, arrays, options, "backward")
     idle = problem.sees_nothing or not needs
     plan = None if idle else plan_backward_call(problem, facts, needs, deterministic, device_of(facts["q"]))
-    return _remember(key, _call("backward", library, arrays["q"], facts, problem, plan))
+    return remember(key, _call("backward", library, arrays["q"], facts, problem, plan))
 
 
 def prepare_decode(key, library: Library, arrays: dict, options: dict, with_lse: bool, num_splits: int | None) -> Call:
     """The same for a call of `numbaflash.decode`."""
-    return _remember(key, decode_call(library, arrays, options, with_lse, num_splits))
+    return remember(key, decode_call(library, arrays, options, with_lse, num_splits))
 
 
 def decode_call(library: Library, arrays: dict, options: dict, with_lse: bool, num_splits: int | None, *, keeps_workspace: bool = False) -> Call:
@@ -296,7 +297,8 @@ def _shape_of(name, problem, facts):
     return facts["bias"].shape if name == "dbias" else problem.shape_of(name)
 
 
-def _remember(key, call: Call) -> Call:
+def remember(key, call):
+    """Keep a prepared call for `find`."""
     with _lock:
         while len(_prepared) >= MAX_CALLS:
             del _prepared[next(iter(_prepared))]

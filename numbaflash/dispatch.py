@@ -33,10 +33,15 @@ MASK_OPERANDS = ("of_queries", "of_keys", "lists", "counters")
 APPEND_OPERANDS = ("k_new", "v_new", "k_cache", "v_cache", "seqlens_k", "page_table", "cos", "sin", "q", "rotated")
 """Arrays of a launch that writes to caches, in the order in which it takes their addresses."""
 
+STATES = 16
+"""Partial results that one launch merges at most, beside what a launch before it has merged."""
+
+STATE_OPERANDS = ("out", "lse", *(f"{name}_{n}" for name in ("out", "lse") for n in range(STATES + 1)))
+"""Arrays of a launch that merges partial results, likewise."""
+
+_OPTION_GRADIENTS = tuple(f"d{name}" for name in DIFFERENTIABLE_OPTIONS)
 ALL_OPERANDS = tuple(
-    dict.fromkeys(
-        (*OPERANDS, *OPTION_OPERANDS, *BACKWARD_OPERANDS, *(f"d{name}" for name in DIFFERENTIABLE_OPTIONS), *MASK_OPERANDS, *APPEND_OPERANDS)
-    )
+    dict.fromkeys((*OPERANDS, *OPTION_OPERANDS, *BACKWARD_OPERANDS, *_OPTION_GRADIENTS, *MASK_OPERANDS, *APPEND_OPERANDS, *STATE_OPERANDS))
 )
 """Every operand that a launch may have."""
 

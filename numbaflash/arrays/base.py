@@ -70,7 +70,7 @@ class Library:
     append_kv: Any = None
     """Set where `numbaflash.append_kv` takes another road: a function of its arrays, ``interleaved`` and ``stream``."""
     merge: Any = None
-    """Set where `numbaflash.merge` cannot use array operations."""
+    """Set where `numbaflash.merge` takes another road: a function of the results and their LSE."""
     namespace: Any = None
     """Module of the array operations: exp, log, maximum, where, swapaxes."""
     builds_on_device = False
@@ -140,6 +140,10 @@ class Library:
     def cast(self, x, dtype: str):
         """``x`` in another dtype."""
         raise NotImplementedError
+
+    def constant(self, x):
+        """``x`` as a number that is not differentiated."""
+        return x
 
     def on_device(self, x) -> AbstractContextManager:
         """A context in which the library's own operations run on the device of ``x``."""

@@ -136,17 +136,12 @@ class Lender(Library):
     def merge(self, outs, lses):
         from .. import merging
 
-        given = {f"outs[{i}]": x for i, x in enumerate(outs)} | {f"lses[{i}]": x for i, x in enumerate(lses)}
-        with self.borrowed(given) as (lent, stream):
-            facts = {name: b.facts for name, b in lent.items()}
-            merging.check(facts)
-            outs, lses = list(facts.values())[: len(outs)], list(facts.values())[len(outs) :]
-            if outs[0].kind == "cpu":
-                return merging.merge([host.typed_view(x) for x in outs], [host.typed_view(x) for x in lses])
-            made = [device().empty(x.index or 0, x.shape, host.dtype_of(x.dtype), stream) for x in (outs[0], lses[0])]
-            out, lse = (_row_major(like, MEMORY.address(x)) for like, x in zip((outs[0], lses[0]), made, strict=True))
-            device().merge(outs, lses, out, lse, stream)
-            return tuple(made)
+        with self.borrowed(merging.named(outs, lses)) as (lent, stream):
+            states = list(lent.values())
+            states = states[: len(outs)], states[len(outs) :]
+            if merging.check(MEMORY, *states)["outs[0]"].kind == "cuda":
+                return merging.merge_states(MEMORY, *states, stream)
+            return merging.merge(*([host.typed_view(x.facts) for x in each] for each in states))
 
 
 def device():
@@ -302,6 +297,7 @@ class Memory(Library):
     """Borrowed arrays, and the NumPy and Numba arrays that are made beside them."""
 
     name = "borrowed memory"
+    builds_on_device = True
 
     def inspect(self, x):
         facts = x.facts

@@ -1,4 +1,4 @@
-"""What borrowed CUDA memory needs and no library does for it: allocate, order, copy and merge, through Numba's public interface."""
+"""What borrowed CUDA memory needs and no library does for it: allocate, order and copy, through Numba's public interface."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from .. import toolchain  # noqa: F401  first: it lets numba-cuda be imported be
 
 # isort: split
 from numba import cuda
-from numba.cuda import libdevice
 
 from .base import ITEMSIZE, Facts
 from .streams import LEGACY_DEFAULT
@@ -48,24 +47,6 @@ def clear(target: Facts, stream: int | None) -> None:
     if count:
         with cuda.gpus[target.index]:
             _zero[_blocks(count), THREADS, _external(stream)](_flat_view(target, f"u{ITEMSIZE[target.dtype]}"))
-
-
-def merge(outs: list[Facts], lses: list[Facts], out: Facts, lse: Facts, stream: int | None) -> None:
-    """`numbaflash.merge` on one device, into new row-major arrays ``out`` and ``lse``."""
-    rows = math.prod(lse.shape)
-    if not rows:
-        return
-    with cuda.gpus[out.index]:
-        external = _external(stream)
-        launch = _blocks(rows), THREADS, external
-        acc = cuda.device_array(out.shape, lse.dtype, stream=external)
-        total = cuda.device_array(lse.shape, lse.dtype, stream=external)
-        top = _view(lse)
-        add, finish = MERGE[out.dtype]
-        _clear[launch](acc, top, total)
-        for part, part_lse in zip(outs, lses, strict=True):
-            add[launch](_view(part), _view(part_lse), acc, top, total)
-        finish[launch](acc, total, _view(out), top)
 
 
 def _external(stream):
@@ -116,88 +97,3 @@ def _zero(target):
         rest, i2 = divmod(rest, n2)
         i0, i1 = divmod(rest, n1)
         target[i0, i1, i2, i3] = 0
-
-
-@cuda.jit
-def _clear(acc, top, total):
-    _, heads, seqlen_q = top.shape
-    for row in range(cuda.grid(1), top.size, cuda.gridsize(1)):
-        rest, i = divmod(row, seqlen_q)
-        b, h = divmod(rest, heads)
-        top[b, h, i] = -math.inf
-        total[b, h, i] = 0
-        for d in range(acc.shape[3]):
-            acc[b, i, h, d] = 0
-
-
-def _merge_kernels(load, store):
-    """Kernels of a dtype, one thread a row: add a partial result (a block of the online softmax), and normalise.
-
-    ``acc`` (batch, seqlen_q, heads, head_dim_v) and ``total`` (batch, heads, seqlen_q) are relative to the maximum ``top``.
-    """
-
-    @cuda.jit
-    def add(out, lse, acc, top, total):
-        _, heads, seqlen_q = top.shape
-        for row in range(cuda.grid(1), top.size, cuda.gridsize(1)):
-            rest, i = divmod(row, seqlen_q)
-            b, h = divmod(rest, heads)
-            part = lse[b, h, i]
-            if part == -math.inf:  # an empty part: whatever its out holds takes no part
-                continue
-            old = top[b, h, i]
-            new = old if old >= part else part  # part when either is NaN, and NaN stays through the factors below
-            keep = math.exp(old - new)
-            weight = math.exp(part - new)
-            top[b, h, i] = new
-            total[b, h, i] = total[b, h, i] * keep + weight
-            for d in range(acc.shape[3]):
-                acc[b, i, h, d] = acc[b, i, h, d] * keep + load(out[b, i, h, d]) * weight
-
-    @cuda.jit
-    def finish(acc, total, out, lse):
-        _, heads, seqlen_q = lse.shape
-        for row in range(cuda.grid(1), lse.size, cuda.gridsize(1)):
-            rest, i = divmod(row, seqlen_q)
-            b, h = divmod(rest, heads)
-            weight = total[b, h, i]
-            if weight != 0:  # else no part had a key: acc is 0 and lse -inf already
-                lse[b, h, i] += math.log(weight)
-            for d in range(acc.shape[3]):
-                value = acc[b, i, h, d]
-                out[b, i, h, d] = store(value / weight if weight != 0 else value)
-
-    return add, finish
-
-
-@cuda.jit(device=True, inline="always")
-def _same(x):
-    return x
-
-
-@cuda.jit(device=True, inline="always")
-def _from_float16(x):
-    return np.float32(x)
-
-
-@cuda.jit(device=True, inline="always")
-def _from_bfloat16(bits):
-    return libdevice.int_as_float(np.int32(np.uint32(bits) << np.uint32(16)))
-
-
-@cuda.jit(device=True, inline="always")
-def _to_bfloat16(x):
-    """The bits of x rounded to the nearest, ties to even."""
-    bits = np.uint32(libdevice.float_as_int(x))
-    if x != x:
-        return np.uint16(0x7FC0)
-    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
-
-
-_plain = _merge_kernels(_same, _same)
-MERGE = {
-    "float64": _plain,
-    "float32": _plain,
-    "float16": _merge_kernels(_from_float16, _same),
-    "bfloat16": _merge_kernels(_from_bfloat16, _to_bfloat16),
-}

@@ -75,6 +75,9 @@ class JAX(Library):
     def cast(self, x, dtype):
         return x.astype(dtype)
 
+    def constant(self, x):
+        return jax.lax.stop_gradient(x)
+
     def _place(self, x, name):
         if isinstance(x, jax.core.Tracer):
             device = _default_device()

@@ -140,10 +140,12 @@ class Torch(Library):
         """A function that torch does not look into: torch.compile breaks its graph there, other recorders are refused."""
         return torch.compiler.disable(function) if is_dynamo_compiling() else _unrecorded
 
-    @property
-    def merge(self):
-        """None, except in torch.compile, as for `forward`: elsewhere torch records the array operations."""
-        return partial(_untraced, "merge") if is_dynamo_compiling() else None
+    def merge(self, outs, lses):
+        if is_dynamo_compiling():
+            return _untraced("merge", outs, lses)
+        from ..torch.merging import merge
+
+        return merge(self, outs, lses)
 
     def inspect(self, x):
         at = x.data_ptr()
@@ -248,6 +250,9 @@ class Torch(Library):
 
     def cast(self, x, dtype):
         return x.to(getattr(torch, dtype))
+
+    def constant(self, x):
+        return x.detach()
 
     def on_device(self, x):
         return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -296,8 +296,8 @@ class GpuOps:
         return self._pure(llvm_f32, "tanh.approx.f32 $0, $1;", "=f,f", x)
 
     def exp(self, x):
-        """e to the power of a float64, in full precision."""
-        return self._libdevice("__nv_exp", x)
+        """e to the power of a float, in full precision."""
+        return self._libdevice("__nv_expf" if x.value.type == llvm_f32 else "__nv_exp", x)
 
     def log(self, x):
         """Natural logarithm in full precision."""
@@ -529,3 +529,8 @@ class GpuOps:
         rounded = builder.lshr(builder.add(bits, builder.add(odd, ir.Constant(llvm_i32, 0x7FFF))), shift)
         bits = builder.select(builder.fcmp_unordered("uno", x.value, x.value), ir.Constant(llvm_i32, 0x7FC0), rounded)
         return Register(builder, builder.trunc(bits, _I16))
+
+    def word_of(self, dtype, low, high):
+        """An int32 that holds two float32 rounded so."""
+        low, high = (self.builder.zext(self.bits_of(dtype, x).value, llvm_i32) for x in (low, high))
+        return Register(self.builder, self.builder.or_(low, self.builder.shl(high, ir.Constant(llvm_i32, 16))))

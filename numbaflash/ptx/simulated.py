@@ -194,6 +194,10 @@ class SimulatorOps:
         bits = int(np.float32(x).view(np.uint32))
         return np.uint16(0x7FC0 if np.isnan(x) else (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 & 0xFFFF)
 
+    @classmethod
+    def word_of(cls, dtype, low, high):
+        return cls.narrow(int(cls.bits_of(dtype, low)) | int(cls.bits_of(dtype, high)) << 16)
+
 
 def simulated(argtypes, body):
     """A Python function that runs a body; scalar arguments are cast."""
