@@ -595,8 +595,8 @@ def test_explain_takes_what_forward_and_backward_take():
     def options(function):
         return {name: p.default for name, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY and name != "stream"}
 
-    arrays = {name: None for name in ("dout", "out", "lse", "cu_seqlens_q", "cu_seqlens_k")}
-    functions = numbaflash.forward, numbaflash.backward, numbaflash.forward_varlen, numbaflash.backward_varlen
+    arrays = {name: None for name in ("dout", "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "page_table")}
+    functions = numbaflash.forward, numbaflash.backward, numbaflash.forward_varlen, numbaflash.backward_varlen, numbaflash.decode
     want = {name: default for function in functions for name, default in options(function).items()} | arrays | {"direction": "forward"}
     assert options(numbaflash.explain) == want
 

@@ -1688,7 +1688,7 @@ def test_bad_warmup_options(options, words):
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"directions": ("sideways",)}, 'directions must hold nothing but "forward" and "backward"; got \'sideways\''),
+        ({"directions": ("sideways",)}, 'directions must hold nothing but "forward", "backward" and "decode"; got \'sideways\''),
         ({"options": {"mask": ((64, 7), "bool")}, "seqlens": (64,)}, "mask must broadcast to (batch, heads, seqlen_q, seqlen_k) = (1, 16, 64, 64)"),
         ({"options": {"block_mask": True}, "totals": (64,)}, "packed sequences have no mask; leave it out"),
         ({"options": {"seqlens_k": True}, "totals": (64,)}, "packed sequences have no seqlens_k; leave it out"),

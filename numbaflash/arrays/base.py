@@ -142,7 +142,7 @@ class Library:
         raise NotImplementedError
 
     def constant(self, x):
-        """``x`` as a number that is not differentiated."""
+        """``x``, through which nothing is differentiated."""
         return x
 
     def on_device(self, x) -> AbstractContextManager:

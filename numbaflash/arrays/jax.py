@@ -72,11 +72,11 @@ class JAX(Library):
         (device,) = like.devices()
         return jax.device_put(array, device)
 
-    def cast(self, x, dtype):
-        return x.astype(dtype)
-
     def constant(self, x):
         return jax.lax.stop_gradient(x)
+
+    def cast(self, x, dtype):
+        return x.astype(dtype)
 
     def _place(self, x, name):
         if isinstance(x, jax.core.Tracer):
