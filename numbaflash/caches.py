@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from .arrays import ITEMSIZE, LIBRARIES, contiguous_strides, one_library
+from .arrays import ITEMSIZE, contiguous_strides, one_library
 from .arrays import numpy as host
 from .arrays.streams import stream_handle
 from .call import check_one_device, device_of, find, remember
-from .dispatch import APPEND_OPERANDS
+from .dispatch import APPEND_OPERANDS, Layout, alignment_of
 from .memory import extent, overlaps, overlaps_itself
 from .problem import check_cache_lengths, check_flag, check_page_numbers
 from .problem.caches import make_append
@@ -99,7 +99,7 @@ def append_kv(k_new, v_new, k_cache, v_cache, seqlens_k, page_table=None, *, q=N
     kind = ("append_kv", library, interleaved, *((name, key) for name, (_, key) in found.items()))
     prepared = find(kind) or remember(kind, _Prepared(library, arrays, interleaved))
     addresses = {name: at for name, (at, _) in found.items()}
-    _check_values(library, arrays, prepared.what)
+    check_values(library, arrays, interleaved)
     rotated = None
     place, handle = prepared.on(stream)
     if prepared.new is not None:
@@ -132,18 +132,14 @@ class _Prepared:
         first = self.facts["k_new"]
         self.index = (first.index or 0) if first.kind == "cuda" else None
         self._extents = {name: extent(0, each.shape, each.strides, ITEMSIZE[each.dtype]) for name, each in self.facts.items()}
-        self.new, self._stream, self._launch = None, int, None
+        self.new, self._stream, self._launches = None, int, {}
         if "q" in self.facts:
             self.new = library.allocator(arrays["q"], self.facts["q"].shape, self.what.dtype)
         if self.index is not None:
             self._stream = library.current_stream(self.index)
-            if not self.what.is_empty:
-                from .kernels.caches.launch import prepare
-
-                layouts = {name: (each.shape, each.strides) for name, each in self.facts.items()}
-                if self.new is not None:
-                    layouts["rotated"] = self.facts["q"].shape, contiguous_strides(self.facts["q"].shape, ITEMSIZE[self.what.dtype])
-                self._launch = prepare(self.what, layouts, device_of(first))
+            for name, each in self.facts.items():
+                if any(step % ITEMSIZE[each.dtype] for step in (each.address, *each.strides)):
+                    raise ValueError(f"{name} must have elements that are aligned to their size; got strides {each.strides} (bytes). Copy it first")
 
     def on(self, stream):
         """(handle of the caller's stream or None, handle of the stream to work on)."""
@@ -171,8 +167,10 @@ class _Prepared:
                     )
 
     def run(self, addresses, handle):
-        if self._launch is not None:
-            self._launch(tuple(addresses.get(name, 0) for name in APPEND_OPERANDS), handle)
+        if self.index is not None:
+            alignment = alignment_of(addresses.get("rotated", 0))
+            launch = self._launches.get(alignment) or self._prepare(alignment)
+            launch(tuple(addresses.get(name, 0) for name in APPEND_OPERANDS), handle)
             return
         from .kernels.caches.host import append
 
@@ -183,16 +181,31 @@ class _Prepared:
             views["rotated"] = host.bits_view(replace(q, address=addresses["rotated"], strides=strides, readonly=False))
         append(self.what, views)
 
+    def _prepare(self, alignment):
+        """The launch, for queries that are turned to a place of this alignment."""
+        from .kernels.caches.launch import prepare
 
-def _check_values(library, arrays, what):
+        layouts = {name: Layout(each.shape, each.strides, alignment_of(each.address)) for name, each in self.facts.items()}
+        if self.new is not None:
+            q = self.facts["q"]
+            layouts["rotated"] = Layout(q.shape, contiguous_strides(q.shape, ITEMSIZE[q.dtype]), alignment)
+        found = self._launches[alignment] = prepare(self.what, layouts, device_of(self.facts["k_new"]))
+        return found
+
+
+def check_values(library, arrays, interleaved) -> None:
+    """Check lengths and page numbers where ``NUMBAFLASH_CHECK`` asks for it and their values are there: not in a trace."""
     if os.environ.get("NUMBAFLASH_CHECK", "0") in ("", "0"):
         return
-    lengths = LIBRARIES[type(arrays["seqlens_k"])].values(arrays["seqlens_k"])
+    lengths = library.values(arrays["seqlens_k"])
     if lengths is None:
         return
+    facts = {name: library.describe(x, name) for name, x in arrays.items()}
+    what = make_append({name: (each.shape, each.dtype) for name, each in facts.items()}, interleaved)
     ends = [int(n) + what.tokens if n >= 0 else 0 for n in lengths]
     check_cache_lengths(ends, what.capacity)
-    if "page_table" in arrays:
-        table = library.values(arrays["page_table"])
-        if table is not None:
-            check_page_numbers(table, ends, what.page_size, what.pages)
+    if what.rotary_dim and max(ends, default=0) > what.positions:
+        raise ValueError(f"cos and sin must have a row for each position; got {what.positions} rows, and keys at position {max(ends) - 1}")
+    table = library.values(arrays["page_table"]) if what.page_size else None
+    if table is not None:
+        check_page_numbers(table, ends, what.page_size, what.pages)

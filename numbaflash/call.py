@@ -427,7 +427,7 @@ def _layout(facts: Facts, itemsize: int) -> dispatch.Layout | None:
     strides = plain if 0 in facts.shape else tuple(p if n == 1 else s for n, s, p in zip(facts.shape, facts.strides, plain, strict=True))
     if any(step % itemsize for step in (facts.address, *strides)):
         return None
-    return dispatch.Layout(facts.shape, strides, min(16, facts.address & -facts.address or 16))
+    return dispatch.Layout(facts.shape, strides, dispatch.alignment_of(facts.address))
 
 
 def _logged(plan, launch):

@@ -102,6 +102,11 @@ class Layout:
     alignment: int = 16
 
 
+def alignment_of(address: int) -> int:
+    """Of a `Layout`."""
+    return min(16, address & -address or 16)
+
+
 def contiguous_strides(shape, itemsize: int) -> tuple[int, ...]:
     """Strides in bytes of a row-major array."""
     strides = []

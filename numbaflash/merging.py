@@ -9,7 +9,7 @@ import numpy as np
 
 from .arrays import ITEMSIZE, Facts, Library, one_library
 from .call import check_one_device, device_of, find, remember
-from .dispatch import Layout
+from .dispatch import Layout, alignment_of
 from .problem import DTYPES
 
 
@@ -124,7 +124,7 @@ class _Prepared:
 def _layout(facts: Facts, axes: int) -> Layout:
     """With the axis of the batch that packed sequences have not."""
     lead = axes - len(facts.shape)
-    return Layout((1,) * lead + facts.shape, (0,) * lead + facts.strides, min(16, facts.address & -facts.address or 16))
+    return Layout((1,) * lead + facts.shape, (0,) * lead + facts.strides, alignment_of(facts.address))
 
 
 def by_operations(library: Library, outs, lses, dtype: str):

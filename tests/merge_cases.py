@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from unittest import mock
 
 import numpy as np
@@ -139,57 +138,27 @@ for _dtype in ("float16", "bfloat16", "float64"):
 
 def simulate():
     """Run every case as on a GPU."""
-    from numbaflash import call, merging
-    from numbaflash.arrays import LIBRARIES
-    from numbaflash.arrays.numpy import NumPy
-    from numbaflash.dispatch import Device
+    from pretended_gpu import OnGpu, Shifted, pretended
+
+    from numbaflash import merging
     from numbaflash.kernels.states import kernel, launch
-    from numbaflash.toolchain import simulator
-
-    class OnGpu(NumPy):
-        builds_on_device = True
-
-        def describe(self, x, name):
-            return replace(super().describe(x, name), kind="cuda")
-
-        def current_stream(self, index):
-            return int
-
-    class Shifted(OnGpu):
-        """Memory that begins nowhere in particular."""
-
-        def allocator(self, like, shape, dtype):
-            return lambda stream: make(Memory.filled(dtype, shape, Placement(offset=1), 0), "numpy")[1]
 
     class Wide(kernel.MergeConfig):
         def __init__(self, *, wide, **others):
             super().__init__(wide=True, **others)
 
-    launched = []
-    prepare = simulator.prepare
-
-    def watched(*arguments, **options):
-        run = prepare(*arguments, **options)
-        return lambda *addresses: (launched.append(run), run(*addresses))
-
     def run(case, library):
-        call.forget()
-        launched.clear()
-        with mock.patch.dict(LIBRARIES, {np.ndarray: library}):
+        with pretended(library, merging, launch, "Merge") as launched:
             for _ in range(2):
                 case.run()
         assert len(launched) == 2 * (-(-case.parts // 16) if case.seqlen_q else 0), len(launched)
 
     failed = False
-    with (
-        mock.patch.object(launch, "Merge", partial(launch.Merge, make=watched)),
-        mock.patch.object(merging, "device_of", lambda facts: Device("cuda", 0, (9, 0))),
-    ):
-        for name, case in CASES.items():
-            failed |= report(name, lambda case=case: run(case, OnGpu()))
-        failed |= report("results at any address", lambda: run(CASES["bfloat16, many"], Shifted()))
-        with mock.patch.object(kernel, "MergeConfig", Wide):
-            failed |= report("rows counted in 64 bits", lambda: run(CASES["any strides"], OnGpu()))
+    for name, case in CASES.items():
+        failed |= report(name, lambda case=case: run(case, OnGpu()))
+    failed |= report("results at any address", lambda: run(CASES["bfloat16, many"], Shifted()))
+    with mock.patch.object(kernel, "MergeConfig", Wide):
+        failed |= report("rows counted in 64 bits", lambda: run(CASES["any strides"], OnGpu()))
     return failed
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import numbaflash as nf
 from numbaflash import toolchain
+from numbaflash.dispatch import Layout, alignment_of
 from numbaflash.kernels.caches.launch import request
 from numbaflash.problem.caches import make_append
 
@@ -35,15 +36,24 @@ def make(
     rotary=0,
     positions=12,
     lengths=(0, 9, 4),
+    wide=False,
+    own_angles=False,
+    strided=False,
     seed=0,
 ):
+    """Arguments of a call: lengths of int64 where ``wide``, angles in the dtype of keys, and arrays that have gaps."""
     rng = np.random.default_rng(seed)
     kind = DTYPES[dtype]
 
     def random(*shape):
-        return rng.standard_normal(shape).astype(kind)
+        found = rng.standard_normal(shape).astype(kind)
+        return found.repeat(2, axis=-1)[..., ::2] if strided else found
 
-    given = {"k_new": random(batch, tokens, kv_heads, dim), "v_new": random(batch, tokens, kv_heads, dim_v), "seqlens_k": np.array(lengths, np.int32)}
+    given = {
+        "k_new": random(batch, tokens, kv_heads, dim),
+        "v_new": random(batch, tokens, kv_heads, dim_v),
+        "seqlens_k": np.array(lengths, np.int64 if wide else np.int32),
+    }
     if page_size:
         columns = -(-capacity // page_size)
         pages = batch * columns + 2
@@ -54,7 +64,7 @@ def make(
     given |= {"k_cache": random(*shape, kv_heads, dim), "v_cache": random(*shape, kv_heads, dim_v)}
     if rotary:
         angles = rng.uniform(0, 6, (positions, rotary // 2))
-        full = np.float64 if dtype == "float64" else np.float32
+        full = kind if own_angles else np.float64 if dtype == "float64" else np.float32
         given |= {"cos": np.cos(angles).astype(full), "sin": np.sin(angles).astype(full)}
         if heads:
             given["q"] = random(batch, tokens, heads, dim)
@@ -269,13 +279,30 @@ def test_borrowed_arrays():
     assert isinstance(rotated, np.ndarray)
 
 
-@pytest.mark.parametrize("arch", [(8, 0), (9, 0)])
-def test_the_kernel_compiles_without_spills(arch):
-    for options in ({"dtype": "bfloat16", "rotary": 8, "heads": 4, "page_size": 5}, {"dtype": "float64", "rotary": 4}, {"dtype": "float16"}):
+def layouts(given):
+    return {name: Layout(x.shape, x.strides, alignment_of(x.ctypes.data)) for name, x in given.items()}
+
+
+KERNELS = (
+    ({"dtype": "bfloat16", "rotary": 64, "heads": 4, "page_size": 5, "dim": 128, "dim_v": 128}, 16),
+    ({"dtype": "float64", "rotary": 4}, 16),
+    ({"dtype": "float16"}, 4),
+    ({"dtype": "float32", "rotary": 6, "heads": 2}, 4),
+    ({"dtype": "float16", "rotary": 2, "dim": 5}, 2),
+)
+
+
+@pytest.mark.parametrize("arch", [(7, 5), (9, 0)])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_kernels_compile_without_spills(arch, interleaved):
+    for options, size in KERNELS:
         given = make(**options)
-        wanted = request(make_append({name: (x.shape, x.dtype.name) for name, x in given.items()}, True), arch)
-        report = toolchain.ptxas_report(toolchain.compile_ptx(wanted), arch)
+        wanted = request(make_append({name: (x.shape, x.dtype.name) for name, x in given.items()}, interleaved), layouts(given), arch)
+        assert wanted.config.access.size == size
+        ptx = toolchain.compile_ptx(wanted)
+        report = toolchain.ptxas_report(ptx, arch)
         assert (report.stack_bytes, report.spill_stores, report.spill_loads) == (0, 0, 0)
+        assert "fma" not in ptx.text, "sums are rounded as on the CPU"
 
 
 SIMULATED = """
@@ -290,6 +317,11 @@ from numbaflash.toolchain import simulator
 for n, (dtype, options, interleaved) in enumerate([
     ("bfloat16", dict(rotary=8, heads=4, page_size=5), True), ("float16", dict(rotary=6, heads=2, lengths=(-1, 11, 3)), False),
     ("float32", dict(rotary=4, page_size=1, positions=6), True), ("float64", dict(rotary=8, heads=2), False), ("float16", dict(page_size=3), False),
+    ("bfloat16", dict(rotary=32, heads=2, dim=48, dim_v=16, page_size=4), False), ("float16", dict(rotary=16, dim=24, dim_v=40, heads=1), True),
+    ("float32", dict(rotary=8, dim=16, dim_v=20, heads=2, lengths=(2**31 - 1, -(2**31), 5)), False),
+    ("float16", dict(rotary=2, dim=3, dim_v=1), True), ("float32", dict(tokens=5, strided=True, rotary=8), False),
+    ("float64", dict(rotary=12, dim=14, dim_v=2, heads=2, wide=True, lengths=(2**63 - 1, 5 - 2**32, 2**32 + 1)), True),
+    ("bfloat16", dict(rotary=16, dim=16, dim_v=8, heads=2, own_angles=True, wide=True), False),
 ]):
     given = cases.make(dtype=dtype, **options, seed=n)
     if "page_table" in given:
@@ -298,18 +330,31 @@ for n, (dtype, options, interleaved) in enumerate([
     what = make_append({{name: (x.shape, x.dtype.name) for name, x in given.items()}}, interleaved)
     if "q" in given:
         given["rotated"] = np.full_like(given["q"], 7)
-    launch = prepare(what, {{name: (x.shape, x.strides) for name, x in given.items()}}, make=simulator.prepare)
+    launch = prepare(what, cases.layouts(given), make=simulator.prepare)
     launch(tuple(given[name].ctypes.data if name in given else 0 for name in APPEND_OPERANDS), 0)
     for one, other in zip((given["k_cache"], given["v_cache"], given.get("rotated")), host):
         assert (one is None) == (other is None) and (one is None or one.tobytes() == other.tobytes()), (dtype, options)
 print("bit for bit")
+
+import numbaflash
+from numbaflash import caches
+from numbaflash.kernels.caches import launch
+from pretended_gpu import OnGpu, Shifted, pretended
+for library in (OnGpu(), Shifted()):
+    given = cases.make(dtype="float16", rotary=16, heads=2, dim=32, dim_v=16, page_size=4)
+    host = cases.run(given)
+    with pretended(library, caches, launch, "prepare") as launched:
+        for _ in range(2):
+            found = cases.run(given)
+    assert len(launched) == 2 and all(one.tobytes() == other.tobytes() for one, other in zip(found, host, strict=True))
+print("as on a GPU")
 """
 
 
 def test_the_kernel_is_bit_for_bit_the_host_in_the_simulator():
     code = SIMULATED.format(folder=str(Path(__file__).parent))
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"NUMBA_ENABLE_CUDASIM": "1"}, capture_output=True, text=True, timeout=300)
-    assert "bit for bit" in done.stdout, done.stderr
+    assert "bit for bit\nas on a GPU" in done.stdout, done.stderr
 
 
 @pytest.mark.gpu

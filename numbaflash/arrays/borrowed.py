@@ -76,8 +76,9 @@ class Lender(Library):
         return self._call(decoding.decode, {"q": q, "k_cache": k_cache, "v_cache": v_cache}, stream, options)
 
     def append_kv(self, arrays, *, interleaved, stream):
-        from ..caches import append_kv
+        from ..caches import append_kv, check_values
 
+        check_values(self, arrays, interleaved)
         with self.borrowed(arrays, stream) as (lent, stream):
             return append_kv(**lent, interleaved=interleaved, stream=stream)
 

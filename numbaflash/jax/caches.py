@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from ..arrays import library
-from ..call import check_one_device
+from ..arrays.jax import JAX
+from ..caches import check_values
+from ..problem import MAX_SEQLEN
 from ..problem.caches import make_append
 
 
 def append_kv(arrays: dict, interleaved: bool):
     """See `numbaflash.append_kv`; ``arrays`` holds those that were given, by argument."""
-    facts = {name: library(x, name).describe(x, name) for name, x in arrays.items()}
+    check_values(JAX, arrays, interleaved)
+    facts = {name: JAX.describe(x, name) for name, x in arrays.items()}
     what = make_append({name: (each.shape, each.dtype) for name, each in facts.items()}, interleaved)
-    check_one_device(facts)
-    positions = arrays["seqlens_k"].astype(jnp.int32)[:, None] + jnp.arange(what.tokens, dtype=jnp.int32)
+    lengths = jnp.clip(arrays["seqlens_k"], -MAX_SEQLEN, MAX_SEQLEN).astype(jnp.int32)
+    positions = lengths[:, None] + jnp.arange(what.tokens, dtype=jnp.int32)
     turns = (positions >= 0) & (positions < what.positions)
     there = (positions >= 0) & (positions < what.capacity)
     keys = arrays["k_new"]

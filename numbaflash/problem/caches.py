@@ -88,6 +88,8 @@ def make_append(given: dict, interleaved: bool) -> Append:
     batch, tokens, kv_heads, head_dim = map(int, shapes["k_new"])
     head_dim_v = int(shapes["v_new"][3])
     check_head_dims(3, {"k_new": head_dim, "v_new": head_dim_v}, MAX_CACHE_HEAD_DIM)
+    if tokens > MAX_SEQLEN:
+        raise ValueError(f"k_new must have at most {MAX_SEQLEN} tokens (axis 1); got {tokens}")
     for axis, what in enumerate(("batch", "tokens", "kv_heads")):
         check_equal(f"{what} (axis {axis})", "v_new", shapes["v_new"][axis], "k_new", shapes["k_new"][axis])
     for name, new in (("k_cache", "k_new"), ("v_cache", "v_new")):

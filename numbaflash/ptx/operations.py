@@ -201,6 +201,11 @@ class GpuOps:
         bits = self.builder.bitcast(x.value, integer)
         return Register(self.builder, self.builder.icmp_signed("==", bits, ir.Constant(integer, -(2 ** (integer.width - 1)))))
 
+    def product(self, a, b):
+        """The product of floats, rounded, whatever is done with it then: LLVM makes an fma of ``a * b + c``."""
+        suffix, register = ("f32", "f") if a.value.type == llvm_f32 else ("f64", "d")
+        return self._pure(a.value.type, f"mul.rn.{suffix} $0, $1, $2;", f"={register},{register},{register}", a, b)
+
     def fma(self, a, b, c):
         return Register(self.builder, self.builder.fma(a.value, b.value, c.value))
 

@@ -19,6 +19,10 @@ class SimulatorOps:
         return np.dtype(dtype).type(value)
 
     @staticmethod
+    def product(a, b):
+        return a * b
+
+    @staticmethod
     def fma(a, b, c):
         return a * b + c
 
