@@ -476,10 +476,10 @@ def merge(outs, lses):
     Returns
     -------
     out : array, shape of each of ``outs``
-        dtype and library of ``outs``, computed in float32 (float64 for float64). 0 in a row that no part has a key for.
+        Their dtype and library, computed in float32 (float64 for float64). 0 in a row that no part has a key for.
         Arrays that only lend their memory get NumPy arrays on the CPU and Numba device arrays on CUDA, as from `forward`.
     lse : array, shape of each of ``lses``
-        -inf in such a row.
+        -inf in such a row. PyTorch and JAX differentiate both results; a part's row without a key has gradients of 0.
 
     Raises
     ------

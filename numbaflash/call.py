@@ -16,6 +16,7 @@ from .arrays import ITEMSIZE, Facts, Library, contiguous_strides
 from .arrays.streams import stream_handle
 from .memory import extent, overlaps, overlaps_itself
 from .problem import NEEDS, OPTIONS, PACKED, Problem, check_result, check_saved, make_decode_problem, make_packed_problem, make_problem
+from .profiling import in_range
 
 RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv", "dbias", "dsinks"), "decode": ("out", "lse")}
 """Operands that a call writes, by its direction."""
@@ -266,7 +267,7 @@ def aligned_workspace(address: int) -> int:
 def _call(direction, library, like, facts, problem, plan) -> Call:
     launch = workspace = None
     if plan is not None:
-        launch = _logged(plan, dispatch.family(plan.family, direction).prepare(plan))
+        launch = in_range(plan, _logged(plan, dispatch.family(plan.family, direction).prepare(plan)))
         if plan.workspace_bytes:
             workspace = library.allocator(like, (-(-(plan.workspace_bytes + WORKSPACE_ALIGNMENT) // 4),), "float32")
     q = facts["q"]

@@ -1,7 +1,8 @@
 """A few small calls of every GPU family, to run under compute-sanitizer: ``compute-sanitizer --tool memcheck python tests/sanitizer_cases.py``.
 
 Between them they take each road of the Hopper kernels: two, three and four consumers, packed heads, bands, the output in parts and in Q's
-place; gradients of keys apart and of columns apart, in turn and in any order.
+place; gradients of keys apart and of columns apart, in turn and in any order; decoding by warps apart and by warps that share keys, in shares and
+in parts, with a workspace of the call and with one of the plan; appending to contiguous caches and to pages.
 
 With ``--every-lane`` the Hopper kernels are built so that every lane arrives at an mbarrier, not lane 0 for its warp. That is for racecheck,
 which does not see that what a warp has done before its lane 0 arrives is done: it reports hazards without, and none with it.
@@ -38,6 +39,20 @@ OPTION_CASES = (  # the same, with the names of options
 )
 PACKED_CASES = ((64, {"causal": True}), (128, {}), (256, {"causal": True}))  # head_dim, options
 BOUNDARIES = (0, 130, 130, 330, 340)
+DECODE_CASES = (  # dtype, page_size, seqlen_q, heads, kv_heads, head_dim, head_dim_v, num_splits, options
+    ("float16", 0, 1, 8, 2, 128, 128, None, {}),
+    ("float16", 16, 1, 8, 1, 64, 64, None, {"softcap": 5.0}),
+    ("float16", 1, 3, 8, 2, 128, 128, None, {"causal": True, "window": (100, None)}),
+    ("float16", 16, 9, 4, 2, 128, 64, None, {"causal": True}),
+    ("float16", 16, 1, 8, 1, 256, 256, 1, {}),
+    ("float16", 3, 1, 16, 1, 72, 200, 3, {}),
+    ("float16", 64, 1, 16, 1, 576, 512, None, {}),
+    ("float16", 16, 2, 16, 1, 576, 512, 2, {"causal": True}),
+    ("float32", 0, 2, 4, 2, 64, 64, None, {"causal": True}),
+    ("float32", 16, 1, 4, 2, 64, 64, None, {}),
+)
+CACHE_LENGTHS = (0, 1, 150, 777)
+"""Keys that are in the cache already."""
 
 
 def let_every_lane_arrive() -> None:
@@ -105,7 +120,7 @@ def main(arguments=None) -> int:
         print(numbaflash.explain(q, k, v, **options).plan.family, dtype, head_dim, *names, "no NaN" if clean else "NaN", flush=True)
         if not clean:
             return 1
-    return run_packed(cupy, rng)
+    return run_packed(cupy, rng) or run_decoding(cupy, rng)
 
 
 def run_packed(cupy, rng) -> int:
@@ -122,6 +137,47 @@ def run_packed(cupy, rng) -> int:
         gradients = numbaflash.backward_varlen(out, q, k, v, out, lse, boundaries, boundaries, **given, **options)
         clean = not any(bool(cupy.isnan(x).any()) for x in (out, lse, *gradients))
         print("packed", head_dim, "no NaN" if clean else "NaN", flush=True)
+        if not clean:
+            return 1
+    return 0
+
+
+def run_decoding(cupy, rng) -> int:
+    """New tokens are appended, and decoded by a call and by a plan. What nobody has written is NaN, and pages that are no pages end each row."""
+    batch, capacity = len(CACHE_LENGTHS), 800
+    for dtype, page_size, new, heads, kv_heads, dim, dim_v, num_splits, options in DECODE_CASES:
+        rows, table, columns = (batch, capacity), None, -(-capacity // max(page_size, 1))
+        if page_size:
+            rows = (batch * columns, page_size)
+            numbers = rng.permutation(batch * columns).reshape(batch, columns)
+            starts = np.arange(columns) * page_size
+            table = cupy.asarray(np.where(starts < np.array(CACHE_LENGTHS)[:, None] + new, numbers, 2**31 - 1).astype(np.int32))
+        k_cache, v_cache = (cupy.full((*rows, kv_heads, d), cupy.nan, dtype) for d in (dim, dim_v))
+        turn = {name: cupy.asarray(rng.standard_normal((capacity, dim // 4), dtype=np.float32)) for name in ("cos", "sin")}
+
+        def make(count, n, d, kind=dtype):
+            return cupy.asarray(rng.standard_normal((batch, count, n, d), dtype=np.float32)).astype(kind)
+
+        lengths = cupy.asarray(CACHE_LENGTHS, np.int32)
+        history = max(CACHE_LENGTHS)
+        for start in range(0, history, 64):  # tokens past a sequence's length have no page, or are never seen
+            count = min(64, history - start)
+            at = cupy.where(lengths > start, cupy.int32(start), cupy.int32(-64))
+            numbaflash.append_kv(make(count, kv_heads, dim), make(count, kv_heads, dim_v), k_cache, v_cache, at, table)
+        q = numbaflash.append_kv(
+            make(new, kv_heads, dim), make(new, kv_heads, dim_v), k_cache, v_cache, lengths, table, q=make(new, heads, dim), **turn
+        )
+        out, lse = cupy.full((batch, new, heads, dim_v), cupy.nan, dtype), cupy.full((batch, heads, new), cupy.nan, np.float32)
+        arguments = (q, k_cache, v_cache, lengths + new, *([] if table is None else [table]))
+        try:
+            numbaflash.decode(*arguments, num_splits=num_splits, out=out, lse=lse, **options)
+        except numbaflash.UnsupportedError as error:
+            print("decode", dtype, page_size, f"skipped: {error}", flush=True)
+            continue
+        plan = numbaflash.plan_decode(*arguments, num_splits=num_splits, **options)
+        again = [plan.run(*arguments).copy() for _ in range(2)]
+        clean = not any(bool(cupy.isnan(x).any()) for x in (q, out, lse, *again))
+        print("decode", plan.plan.family, dtype, page_size, dim, dim_v, "no NaN" if clean else "NaN", flush=True)
         if not clean:
             return 1
     return 0

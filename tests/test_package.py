@@ -53,7 +53,7 @@ def test_wheel_describes_itself(wheel):
     required = says.get_all("Requires-Dist")
     base = {re.match(r"[\w-]+", text)[0] for text in required if "extra ==" not in text}
     assert base == {"numpy", "numba", "numba-cuda"}
-    assert set(says.get_all("Provides-Extra")) == {"cu12", "cu13", "torch", "jax", "test", "bench", "docs"}
+    assert set(says.get_all("Provides-Extra")) == {"cu12", "cu13", "torch", "jax", "profile", "test", "bench", "docs"}
     assert says.get_payload().startswith("# numbaflash")
 
 

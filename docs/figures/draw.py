@@ -430,8 +430,61 @@ def compat() -> Svg:
     return _option(*((title, *panel) for title, panel in compat_panels().items()))
 
 
+PAGE, TABLE, CACHED = 4, np.array([[3, 0, 5], [3, 1, -1]]), (10, 6)
+"""The page table of the picture: two sequences whose first page is the same one; how many keys each has."""
+
+SEQUENCES = ("#5b9bd5", "#8fc6a4")
+
+
+def pages() -> Svg:
+    """A page table, and the pool that it points into: what belongs to which sequence, and what nobody reads."""
+    svg = Svg(1060, 330)
+    cell, gap, pool_y = 34, 26, 206
+    pool_x = 60
+    svg.text(20, 28, "page_table", 15, weight="bold")
+    svg.text(560, 28, "seqlens_k", 15, weight="bold")
+    used = {}
+    for b, row in enumerate(TABLE):
+        y = 44 + b * 46
+        svg.text(20, y + 22, f"sequence {b}", 13, SOFT)
+        for n, page in enumerate(row):
+            in_use = n * PAGE < CACHED[b]
+            svg.rect(120 + n * 140, y, 120, 32, SEQUENCES[b] if in_use else SKIPPED)
+            svg.text(120 + n * 140 + 60, y + 21, f"{page}" if in_use else f"{page}: not used", 14, INK if in_use else SOFT, "middle", mono=True)
+            for slot in range(min(PAGE, max(0, CACHED[b] - n * PAGE))):
+                used.setdefault((int(page), slot), []).append((b, n * PAGE + slot))
+        svg.rect(560, y, 50, 32, STATE)
+        svg.text(585, y + 21, str(CACHED[b]), 14, INK, "middle", mono=True)
+        words = ", ".join(str(page) for page in row[: -(-CACHED[b] // PAGE)])
+        svg.text(630, y + 21, f"keys 0 to {CACHED[b] - 1} in pages {words}", 13, SOFT)
+    svg.text(20, pool_y - 30, "the pool: k_cache and v_cache, 6 pages of 4 keys", 15, weight="bold")
+    for page in range(6):
+        left = pool_x + page * (PAGE * cell + gap)
+        svg.text(left, pool_y - 8, f"page {page}", 13, SOFT)
+        for slot in range(PAGE):
+            owners = used.get((page, slot), [])
+            x = left + slot * cell
+            svg.rect(x, pool_y, cell - 2, cell - 2, SKIPPED)
+            height = (cell - 2) / max(1, len(owners))
+            for n, (b, key) in enumerate(owners):
+                svg.rect(x, pool_y + n * height, cell - 2, height, SEQUENCES[b])
+                svg.text(x + cell / 2 - 1, pool_y + (n + 0.5) * height + 4, str(key), 12, INK, "middle")
+    y = pool_y + 58
+    for x, fill, words in (
+        (20, SEQUENCES[0], "a key of sequence 0, by its position"),
+        (300, SEQUENCES[1], "of sequence 1"),
+        (440, SKIPPED, "nobody's: may hold anything, NaN too"),
+    ):
+        svg.rect(x, y, 13, 13, fill, "none")
+        svg.text(x + 19, y + 11, words, 12, SOFT)
+    svg.text(
+        20, y + 44, "Page 3 is in both rows: a prefix that two sequences share lies in memory once. New tokens go to pages of their own.", 13, SOFT
+    )
+    return svg
+
+
 FIGURES = {"tiling": tiling, "band": band, "backward": backward, "mask": mask, "blocks": blocks, "bias": bias, "alibi": alibi, "softcap": softcap}
-FIGURES |= {"dropout": dropout, "sinks": sinks, "padded": padded, "packed": packed, "window": window, "compat": compat}
+FIGURES |= {"dropout": dropout, "sinks": sinks, "padded": padded, "packed": packed, "window": window, "compat": compat, "pages": pages}
 
 if __name__ == "__main__":
     for name, draw in FIGURES.items():

@@ -333,7 +333,9 @@ class Memory(Library):
         return made
 
     def values(self, x):
-        return None  # its lender told them
+        if isinstance(x, Borrowed):
+            return None  # its lender told them
+        return x if isinstance(x, np.ndarray) else x.copy_to_host()
 
     def assign(self, target, source, stream):
         facts = target.facts

@@ -10,6 +10,7 @@ from ..arrays.jax import local_gpus
 from ..call import MAX_CALLS, WORKSPACE_ALIGNMENT, device_of, plan_backward_call, plan_call, plan_decode_call
 from ..dispatch import BACKWARD_OPERANDS, family, forced_family, use_family
 from ..problem import ITEMSIZE, NEEDS, PACKED, UnsupportedError, make_decode_problem, make_packed_problem, make_problem
+from ..profiling import in_range
 
 
 def write_options(arrays, scale, causal, window, softcap, dropout, **more) -> str:
@@ -66,7 +67,7 @@ def forward_launch(options: str, with_lse: bool, shapes, dtypes, kind: str, inde
     ``shapes`` and ``dtypes`` are those of `inputs_of`, ``alignments`` pairs of an operand and the bytes that divide its address, where 16 do not.
     """
     plan = forward_plan(options, with_lse, shapes, dtypes, kind, index, alignments)
-    return None if plan is None else family(plan.family, plan.direction).prepare(plan)
+    return None if plan is None else in_range(plan, family(plan.family, plan.direction).prepare(plan))
 
 
 @functools.lru_cache(MAX_CALLS)
@@ -100,7 +101,7 @@ def backward_plan(options: str, shapes, dtypes, kind: str, index: int, alignment
 def backward_launch(*kind):
     """The prepared launch of the same, and the bytes of its workspace."""
     plan = backward_plan(*kind)
-    return family(plan.family, "backward").prepare(plan), plan.workspace_bytes
+    return in_range(plan, family(plan.family, "backward").prepare(plan)), plan.workspace_bytes
 
 
 def workspace_bytes(plan_of, *kind) -> int:
