@@ -479,7 +479,7 @@ def merge(outs, lses):
         Their dtype and library, computed in float32 (float64 for float64). 0 in a row that no part has a key for.
         Arrays that only lend their memory get NumPy arrays on the CPU and Numba device arrays on CUDA, as from `forward`.
     lse : array, shape of each of ``lses``
-        -inf in such a row. PyTorch and JAX differentiate both results; a part's row without a key has gradients of 0.
+        -inf in such a row.
 
     Raises
     ------
@@ -491,7 +491,7 @@ def merge(outs, lses):
     Notes
     -----
     On a GPU, up to 16 parts are merged by one kernel, which reads each of them once; more take a launch for every 16. The arrays of JAX are merged
-    by XLA. PyTorch and JAX differentiate the results, to any order, and a row of -inf has gradients of 0, whatever its out holds.
+    by XLA. PyTorch and JAX differentiate both results, to any order; a row of -inf has gradients of 0, whatever its out holds.
 
     Examples
     --------

@@ -29,10 +29,11 @@ def append_kv(k_new, v_new, k_cache, v_cache, seqlens_k, page_table=None, *, q=N
     ----------
     k_new : array, (batch, tokens, kv_heads, head_dim)
         float16, bfloat16, float32 or float64, of any library that `decode` takes, any strides.
-    v_new : array, (batch, tokens, kv_heads, head_dim_v)
+    v_new : array, (batch, tokens, kv_heads, head_dim_v), or None
+        None, with a ``v_cache`` of None, where the values are a part of the keys, as in a latent cache: then keys alone are written.
     k_cache : array, (batch, capacity, kv_heads, head_dim), or (pages, page_size, kv_heads, head_dim) with ``page_table``
         Written in place; any strides that give each element its own place. JAX arrays are immutable: new caches are returned.
-    v_cache : array, (batch, capacity, kv_heads, head_dim_v), or (pages, page_size, kv_heads, head_dim_v)
+    v_cache : array, (batch, capacity, kv_heads, head_dim_v), or (pages, page_size, kv_heads, head_dim_v), or None
     seqlens_k : array of int32 or int64, (batch,)
         Keys of each sequence that are in the cache already, on the arrays' device; the host does not read them.
     page_table : array of int32, (batch, max_pages), optional
@@ -50,7 +51,7 @@ def append_kv(k_new, v_new, k_cache, v_cache, seqlens_k, page_table=None, *, q=N
     Returns
     -------
     rotated : array, (batch, tokens, heads, head_dim), or None
-        q turned; None without q. With JAX arrays ``(k_cache, v_cache)`` or ``(k_cache, v_cache, rotated)``.
+        q turned; None without q. With JAX arrays ``(k_cache, v_cache)`` or ``(k_cache, v_cache, rotated)``, v_cache being None where it was.
 
     Raises
     ------
@@ -58,7 +59,7 @@ def append_kv(k_new, v_new, k_cache, v_cache, seqlens_k, page_table=None, *, q=N
         For a wrong kind or dtype.
     ValueError
         For a wrong shape, caches that are read-only or share memory with another array, several devices; with ``NUMBAFLASH_CHECK=1`` in the
-        environment, for lengths beyond the capacity and page numbers that are no page, too.
+        environment, for lengths beyond the capacity or the rows of ``cos`` and page numbers that are no page, too.
 
     Notes
     -----
@@ -82,10 +83,12 @@ def append_kv(k_new, v_new, k_cache, v_cache, seqlens_k, page_table=None, *, q=N
     True
     """
     arrays = {"k_new": k_new, "v_new": v_new, "k_cache": k_cache, "v_cache": v_cache, "seqlens_k": seqlens_k}
+    keys_alone = v_new is None and v_cache is None
     for name, x in arrays.items():
-        if x is None:
+        if x is None and not (keys_alone and name in ("v_new", "v_cache")):
             raise TypeError(f"{name} must be an array; got None")
-    arrays |= {name: x for name, x in (("page_table", page_table), ("q", q), ("cos", cos), ("sin", sin)) if x is not None}
+    arrays |= {"page_table": page_table, "q": q, "cos": cos, "sin": sin}
+    arrays = {name: x for name, x in arrays.items() if x is not None}
     library = one_library(**arrays)
     interleaved = check_flag("interleaved", interleaved)
     if library.append_kv is not None:
@@ -110,7 +113,7 @@ def append_kv(k_new, v_new, k_cache, v_cache, seqlens_k, page_table=None, *, q=N
         prepared.run(addresses, handle)
     if place is not None:
         library.used_on(place, [*arrays.values(), *([] if rotated is None else [rotated])])
-    for name in _WRITTEN:
+    for name in prepared.written:
         library.written(arrays[name])
     return rotated
 
@@ -123,7 +126,8 @@ class _Prepared:
         self.what = make_append({name: (each.shape, each.dtype) for name, each in self.facts.items()}, interleaved)
         if library.one_device:
             check_one_device(self.facts)
-        for name in _WRITTEN:
+        self.written = [name for name in _WRITTEN if name in self.facts]
+        for name in self.written:
             each = self.facts[name]
             if each.readonly:
                 raise ValueError(f"{name} must be writable; got a read-only array")
@@ -155,15 +159,15 @@ class _Prepared:
         for name, each in self.facts.items():
             if not addresses[name] and 0 not in each.shape:
                 raise ValueError(f"{name} has no memory: it was deleted or released before the call")
-        for n, one in enumerate(_WRITTEN):
+        for n, one in enumerate(self.written):
             low, high = (addresses[one] + end for end in self._extents[one])
             for other, (other_low, other_high) in self._extents.items():
-                if other == one or other in _WRITTEN[:n] or not (low < addresses[other] + other_high and addresses[other] + other_low < high):
+                if other == one or other in self.written[:n] or not (low < addresses[other] + other_high and addresses[other] + other_low < high):
                     continue
                 places = [(addresses[name], (f := self.facts[name]).shape, f.strides, ITEMSIZE[f.dtype]) for name in (one, other)]
                 if overlaps(*places):
                     raise ValueError(
-                        f"{one} must not share memory with {other}, which is {'written' if other in _WRITTEN else 'read'} in the same call"
+                        f"{one} must not share memory with {other}, which is {'written' if other in self.written else 'read'} in the same call"
                     )
 
     def run(self, addresses, handle):

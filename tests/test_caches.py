@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -115,9 +116,11 @@ def check(got, want, dtype):
 
 def run(given, **options):
     arrays = {name: x.copy() for name, x in given.items()}
+    if "v_new" not in arrays:
+        arrays |= {"v_new": None, "v_cache": None}
     rotated = nf.append_kv(**arrays, **options)
     for name in ("k_new", "v_new", "seqlens_k", "page_table", "cos", "sin", "q"):
-        if name in arrays:
+        if arrays.get(name) is not None:
             assert arrays[name].tobytes() == given[name].tobytes(), f"{name} is only read"
     return arrays["k_cache"], arrays["v_cache"], rotated
 
@@ -201,6 +204,9 @@ BAD = {
         "cos must be float32 for keys of float32; got dtype float64",
     ),
     "q alone": (lambda a: {"q": a["k_new"]}, ValueError, "q was given without cos and sin"),
+    "no values": (lambda a: {"v_new": None}, TypeError, "v_new must be an array; got None"),
+    "no cache of values": (lambda a: {"v_cache": None}, TypeError, "v_cache must be an array; got None"),
+    "no lengths": (lambda a: {"seqlens_k": None}, TypeError, "seqlens_k must be an array; got None"),
     "a flag": (lambda a: {"interleaved": 1}, TypeError, "interleaved must be True or False"),
     "a stream": (lambda a: {"stream": 0}, ValueError, "stream is for arrays on a CUDA device"),
     "overlap": (
@@ -232,6 +238,55 @@ def test_values_are_checked_where_asked(monkeypatch):
     given["page_table"][1, 1] = -3
     with pytest.raises(ValueError, match="page_table must hold page numbers"):
         run(given)
+    with pytest.raises(ValueError, match="cos and sin must have a row for each position; got 5 rows, and keys at position 5"):
+        run(make(rotary=4, positions=5, lengths=(4, 0, 0)))
+
+
+@pytest.mark.parametrize("library", ["lent", "jax"])
+def test_values_of_other_libraries_are_checked(library, monkeypatch):
+    monkeypatch.setenv("NUMBAFLASH_CHECK", "1")
+    array = Lent if library == "lent" else pytest.importorskip("jax.numpy", reason="JAX is not installed").asarray
+    nf.append_kv(**{name: array(x) for name, x in make(lengths=(10, 0, 0)).items()})
+    with pytest.raises(ValueError, match="seqlens_k must be from 0 to the capacity of 12 keys; got 13"):
+        nf.append_kv(**{name: array(x) for name, x in make(lengths=(11, 0, 0)).items()})
+
+
+class Lent:
+    """An array of another library."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+def test_keys_alone():
+    """Of a latent cache, whose values are a part of its keys."""
+    given = make(page_size=4, rotary=4, heads=2)
+    both, alone = ({name: x.copy() for name, x in given.items()} for _ in range(2))
+    rotated = nf.append_kv(**both)
+    alone |= {"v_new": None, "v_cache": None}
+    assert nf.append_kv(**alone).tobytes() == rotated.tobytes() and alone["k_cache"].tobytes() == both["k_cache"].tobytes()
+    jnp = pytest.importorskip("jax.numpy", reason="JAX is not installed")
+    alone["k_cache"] = given["k_cache"]
+    k_cache, v_cache, _ = nf.append_kv(**{name: x if x is None else jnp.asarray(x) for name, x in alone.items()})
+    assert v_cache is None
+    np.testing.assert_allclose(k_cache, both["k_cache"], atol=1e-6)
+
+
+def test_long_lengths_do_not_wrap():
+    given = make(wide=True, lengths=(2**32 + 3, -(2**32) + 3, 4))
+    k_cache, _, _ = run(given)
+    assert np.array_equal(k_cache[:2], given["k_cache"][:2])
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else importlib.import_module("jax.experimental").enable_x64  # before JAX 0.8
+    with enable_x64(True):
+        found, _ = nf.append_kv(**{name: jax.numpy.asarray(x) for name, x in given.items()})
+    assert np.array_equal(found, k_cache)
 
 
 def test_torch():
@@ -264,16 +319,6 @@ def test_jax(page_size, interleaved):
 
 
 def test_borrowed_arrays():
-    class Lent:
-        def __init__(self, array):
-            self.array = array
-
-        def __dlpack__(self, **options):
-            return self.array.__dlpack__(**options)
-
-        def __dlpack_device__(self):
-            return self.array.__dlpack_device__()
-
     given = make(rotary=4, heads=2)
     rotated = nf.append_kv(**{name: Lent(x) for name, x in given.items()})
     assert isinstance(rotated, np.ndarray)
@@ -321,9 +366,12 @@ for n, (dtype, options, interleaved) in enumerate([
     ("float32", dict(rotary=8, dim=16, dim_v=20, heads=2, lengths=(2**31 - 1, -(2**31), 5)), False),
     ("float16", dict(rotary=2, dim=3, dim_v=1), True), ("float32", dict(tokens=5, strided=True, rotary=8), False),
     ("float64", dict(rotary=12, dim=14, dim_v=2, heads=2, wide=True, lengths=(2**63 - 1, 5 - 2**32, 2**32 + 1)), True),
-    ("bfloat16", dict(rotary=16, dim=16, dim_v=8, heads=2, own_angles=True, wide=True), False),
+    ("bfloat16", dict(rotary=16, dim=16, dim_v=8, heads=2, own_angles=True, wide=True), False), ("float16", dict(rotary=8, keys_alone=True), False),
 ]):
+    keys_alone = options.pop("keys_alone", False)
     given = cases.make(dtype=dtype, **options, seed=n)
+    if keys_alone:
+        del given["v_new"], given["v_cache"]
     if "page_table" in given:
         given["page_table"][0, 0] = -1
     host = cases.run(given, interleaved=interleaved)
@@ -332,7 +380,7 @@ for n, (dtype, options, interleaved) in enumerate([
         given["rotated"] = np.full_like(given["q"], 7)
     launch = prepare(what, cases.layouts(given), make=simulator.prepare)
     launch(tuple(given[name].ctypes.data if name in given else 0 for name in APPEND_OPERANDS), 0)
-    for one, other in zip((given["k_cache"], given["v_cache"], given.get("rotated")), host):
+    for one, other in zip((given.get(name) for name in ("k_cache", "v_cache", "rotated")), host):
         assert (one is None) == (other is None) and (one is None or one.tobytes() == other.tobytes()), (dtype, options)
 print("bit for bit")
 

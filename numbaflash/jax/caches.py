@@ -30,7 +30,8 @@ def append_kv(arrays: dict, interleaved: bool):
         slot = positions % what.page_size
         there &= (row >= 0) & (row < what.pages)
     row = jnp.where(there, row, arrays["k_cache"].shape[0])  # what lies outside is dropped
-    caches = tuple(arrays[name].at[row, slot].set(x, mode="drop") for name, x in (("k_cache", keys), ("v_cache", arrays["v_new"])))
+    written = {"k_cache": keys, "v_cache": arrays.get("v_new")}
+    caches = tuple(None if x is None else arrays[name].at[row, slot].set(x, mode="drop") for name, x in written.items())
     if not what.heads:
         return caches
     rotated = _rotate(what, arrays["q"], arrays, positions)

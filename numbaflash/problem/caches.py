@@ -20,7 +20,7 @@ class Append:
         Of all arrays but cos, sin, the lengths and the page table.
     batch, tokens, heads, kv_heads, head_dim, head_dim_v : int
         k_new is (batch, tokens, kv_heads, head_dim), v_new (batch, tokens, kv_heads, head_dim_v), q (batch, tokens, heads, head_dim); ``heads`` is 0
-        without q.
+        without q, and ``head_dim_v`` without values.
     lengths : str
         dtype of seqlens_k.
     capacity : int
@@ -64,7 +64,7 @@ def make_append(given: dict, interleaved: bool) -> Append:
     Parameters
     ----------
     given : dict
-        Of k_new, v_new, k_cache, v_cache and seqlens_k, and those of page_table, q, cos and sin that there are.
+        Of k_new, k_cache and seqlens_k, both or none of v_new and v_cache, and those of page_table, q, cos and sin that there are.
 
     Raises
     ------
@@ -81,23 +81,22 @@ def make_append(given: dict, interleaved: bool) -> Append:
         if name in given and dtypes[name] != dtype:
             raise TypeError(f"{name} must have the dtype of k_new, {dtype}; got {dtypes[name]}")
     leading = "pages, page_size" if "page_table" in given else "batch, capacity"
-    check_axes("k_new", shapes["k_new"], "(batch, tokens, kv_heads, head_dim)")
-    check_axes("v_new", shapes["v_new"], "(batch, tokens, kv_heads, head_dim_v)")
-    check_axes("k_cache", shapes["k_cache"], f"({leading}, kv_heads, head_dim)")
-    check_axes("v_cache", shapes["v_cache"], f"({leading}, kv_heads, head_dim_v)")
+    pairs = [("k", "head_dim"), *([("v", "head_dim_v")] if "v_new" in given else [])]
+    for x, dim in pairs:
+        check_axes(f"{x}_new", shapes[f"{x}_new"], f"(batch, tokens, kv_heads, {dim})")
+        check_axes(f"{x}_cache", shapes[f"{x}_cache"], f"({leading}, kv_heads, {dim})")
     batch, tokens, kv_heads, head_dim = map(int, shapes["k_new"])
-    head_dim_v = int(shapes["v_new"][3])
-    check_head_dims(3, {"k_new": head_dim, "v_new": head_dim_v}, MAX_CACHE_HEAD_DIM)
+    check_head_dims(3, {f"{x}_new": int(shapes[f"{x}_new"][3]) for x, _ in pairs}, MAX_CACHE_HEAD_DIM)
     if tokens > MAX_SEQLEN:
         raise ValueError(f"k_new must have at most {MAX_SEQLEN} tokens (axis 1); got {tokens}")
-    for axis, what in enumerate(("batch", "tokens", "kv_heads")):
-        check_equal(f"{what} (axis {axis})", "v_new", shapes["v_new"][axis], "k_new", shapes["k_new"][axis])
-    for name, new in (("k_cache", "k_new"), ("v_cache", "v_new")):
-        check_equal("kv_heads (axis 2)", name, shapes[name][2], new, kv_heads)
-        check_equal("head dim (axis 3)", name, shapes[name][3], new, shapes[new][3])
+    for x, _ in pairs:
+        for axis, what in enumerate(("batch", "tokens", "kv_heads")):
+            check_equal(f"{what} (axis {axis})", f"{x}_new", shapes[f"{x}_new"][axis], "k_new", shapes["k_new"][axis])
+        check_equal("kv_heads (axis 2)", f"{x}_cache", shapes[f"{x}_cache"][2], f"{x}_new", kv_heads)
+        check_equal("head dim (axis 3)", f"{x}_cache", shapes[f"{x}_cache"][3], f"{x}_new", shapes[f"{x}_new"][3])
+        for axis, what in enumerate(leading.split(", ")):
+            check_equal(f"{what} (axis {axis})", f"{x}_cache", shapes[f"{x}_cache"][axis], "k_cache", shapes["k_cache"][axis])
     first, second = map(int, shapes["k_cache"][:2])
-    for axis, what in enumerate(leading.split(", ")):
-        check_equal(f"{what} (axis {axis})", "v_cache", shapes["v_cache"][axis], "k_cache", shapes["k_cache"][axis])
     pages = page_size = 0
     if "page_table" in given:
         pages, page_size = first, second
@@ -134,7 +133,7 @@ def make_append(given: dict, interleaved: bool) -> Append:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        head_dim_v=head_dim_v,
+        head_dim_v=int(shapes["v_new"][3]) if "v_new" in given else 0,
         lengths=lengths,
         capacity=capacity,
         pages=pages,

@@ -37,7 +37,8 @@ def append(what: Append, arrays: dict) -> None:
     if what.rotary_dim:
         keys = _rotate(what, keys, cos[position], sin[position])
     arrays["k_cache"][row, slot] = keys
-    arrays["v_cache"][row, slot] = arrays["v_new"][entry, token]
+    if what.head_dim_v:
+        arrays["v_cache"][row, slot] = arrays["v_new"][entry, token]
 
 
 def _rotate(what, x, cos, sin):
