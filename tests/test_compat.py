@@ -23,6 +23,7 @@ from numbaflash.compat.flash_attn import (  # noqa: E402
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
+    flash_attn_with_kvcache,
 )
 from numbaflash.compat.xformers import memory_efficient_attention  # noqa: E402
 
@@ -182,6 +183,218 @@ def test_flash_attn_refuses_other_shapes():
         flash_attn_kvpacked_func(q, torch.zeros(2, 6, 3, 4, 8))
     with pytest.raises(TypeError, match="kv must be a torch tensor; got ndarray"):
         flash_attn_kvpacked_func(q, torch.zeros(2, 6, 2, 4, 8).numpy())
+
+
+# flash_attn with a cache
+
+
+def cached(lengths=(5, 0, 11), page_size=None, seqlen_q=1, new=0, heads=4, kv_heads=2, dim=8, capacity=24, dtype=torch.float64, seed=0):
+    """Arguments of `flash_attn_with_kvcache`; slots that nobody uses are NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    batch = len(lengths)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    table = None
+    if page_size is not None:
+        columns = -(-capacity // page_size)
+        table = torch.randperm(batch * columns, generator=generator).reshape(batch, columns).int()
+    rows = (batch, capacity) if page_size is None else (batch * columns, page_size)
+    caches = [torch.full((*rows, kv_heads, dim), math.nan, dtype=dtype) for _ in "kv"]
+    for b, length in enumerate(lengths):
+        for position in range(length):
+            for x in caches:
+                Rows(x, table, b)[position] = random(kv_heads, dim)
+    found = {"q": random(batch, seqlen_q, heads, dim), "k_cache": caches[0], "v_cache": caches[1], "block_table": table}
+    if new:
+        found |= {name: random(batch, new, kv_heads, dim) for name in "kv"}
+    return found | {"cache_seqlens": torch.tensor(lengths, dtype=torch.int32)}
+
+
+class Rows:
+    """The keys of a sequence, one after the other, wherever they lie."""
+
+    def __init__(self, cache, table, b):
+        self.cache, self.table, self.b = cache, table, b
+
+    def __setitem__(self, position, row):
+        self.cache[self._place(position)] = row
+
+    def __getitem__(self, position):
+        return self.cache[self._place(position)]
+
+    def _place(self, position):
+        if self.table is None:
+            return self.b, position
+        size = self.cache.shape[1]
+        return int(self.table[self.b, position // size]), position % size
+
+
+def rotated(x, position, cos, sin, interleaved):
+    """(heads, head_dim) turned by complex numbers."""
+    n = cos.shape[1]
+    pairs = (slice(0, 2 * n, 2), slice(1, 2 * n, 2)) if interleaved else (slice(0, n), slice(n, 2 * n))
+    x, turn = x.clone(), torch.complex(cos[position], sin[position])
+    z = torch.complex(*(x[:, pair] for pair in pairs)) * turn
+    x[:, pairs[0]], x[:, pairs[1]] = z.real, z.imag
+    return x
+
+
+def plain_with_cache(
+    q, k_cache, v_cache, cache_seqlens, k=None, v=None, table=None, cos=None, sin=None, interleaved=True, low=None, high=None, **options
+):
+    """(out, lse) sequence by sequence, the caches written in place."""
+    outs, lses = [], []
+    for b, length in enumerate(cache_seqlens.tolist()):
+        rows, turned = [Rows(x, table, b) for x in (k_cache, v_cache)], q[b].clone()
+        if k is not None:
+            for i in range(k.shape[1]):
+                rows[0][length + i] = k[b, i] if cos is None else rotated(k[b, i], length + i, cos, sin, interleaved)
+                rows[1][length + i] = v[b, i]
+            if cos is not None:
+                for i in range(len(turned)):
+                    turned[i] = rotated(q[b, i], length + (0 if low is None and high is None else i), cos, sin, interleaved)
+            length += k.shape[1]
+        keys, values = (torch.stack([x[n] for n in range(length)]) if length else x.cache.new_zeros(0, *x.cache.shape[2:]) for x in rows)
+        out, lse = plain(turned[None], keys[None], values[None], seen=band(len(turned), length, low, high), **options)
+        outs.append(out[0])
+        lses.append(lse[0])
+    return torch.stack(outs), torch.stack(lses)
+
+
+def check_with_cache(given, options=None, **wanted):
+    """Results and caches are those of the plain computation."""
+    other = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+    names = {"block_table": "table", "rotary_cos": "cos", "rotary_sin": "sin", "rotary_interleaved": "interleaved"}
+    want, want_lse = plain_with_cache(**{names.get(name, name): x for name, x in other.items()}, **wanted)
+    out, lse = flash_attn_with_kvcache(**given, **(options or {}), return_softmax_lse=True)
+    torch.testing.assert_close(out, want, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-9, atol=1e-9)
+    for name in ("k_cache", "v_cache"):
+        torch.testing.assert_close(given[name], other[name], equal_nan=True, rtol=1e-9, atol=1e-9)
+    return out
+
+
+def test_flash_attn_with_kvcache_signature():
+    told = "(q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, "
+    told += "block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, "
+    told += "num_splits=0, return_softmax_lse=False, *, page_table=None)"
+    assert str(inspect.signature(flash_attn_with_kvcache)) == told
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 5, 8])
+@pytest.mark.parametrize(
+    "options, wanted",
+    [
+        ({}, {}),
+        ({"causal": True}, {"high": 0}),
+        ({"causal": True, "window_size": (3, -1)}, {"low": -3, "high": 0}),
+        ({"window_size": (2, 1)}, {"low": -2, "high": 1}),
+        ({"softmax_scale": 0.7, "softcap": 2.0, "num_splits": 3}, {"scale": 0.7, "softcap": 2.0}),
+    ],
+)
+@pytest.mark.parametrize("seqlen_q, new", [(1, 0), (1, 1), (4, 4), (3, 0), (2, 5)])
+def test_flash_attn_with_kvcache(page_size, options, wanted, seqlen_q, new):
+    check_with_cache(cached(page_size=page_size, seqlen_q=seqlen_q, new=new), options, **wanted)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("rotary_dim", [8, 4])
+@pytest.mark.parametrize("options, wanted", [({}, {}), ({"causal": True}, {"high": 0}), ({"window_size": (6, 2)}, {"low": -6, "high": 2})])
+@pytest.mark.parametrize("seqlen_q, new", [(1, 1), (3, 3), (2, 5), (4, 1)])
+def test_flash_attn_with_kvcache_turns_queries_and_new_keys(interleaved, rotary_dim, options, wanted, seqlen_q, new):
+    angles = torch.arange(24, dtype=torch.float64)[:, None] / 10 ** torch.linspace(0, 1, rotary_dim // 2, dtype=torch.float64)
+    given = cached(page_size=5 if seqlen_q == 3 else None, seqlen_q=seqlen_q, new=new, capacity=20)
+    check_with_cache(given | {"rotary_cos": angles.cos(), "rotary_sin": angles.sin(), "rotary_interleaved": interleaved}, options, **wanted)
+
+
+def test_flash_attn_with_kvcache_takes_a_number_entries_and_alibi():
+    given = cached((6, 6, 6), new=2, seqlen_q=2)
+    check_with_cache(given | {"cache_seqlens": torch.tensor([6, 6, 6])}, {"causal": True}, high=0)
+    again = cached((6, 6, 6), new=2, seqlen_q=2)
+    out = flash_attn_with_kvcache(**again | {"cache_seqlens": 6}, causal=True)
+    torch.testing.assert_close(out, flash_attn_with_kvcache(**cached((6, 6, 6), new=2, seqlen_q=2), causal=True))
+    full = cached((24, 24))
+    del full["cache_seqlens"]
+    torch.testing.assert_close(flash_attn_with_kvcache(**full), flash_attn_func(full["q"], full["k_cache"], full["v_cache"]))
+
+    given, entries = cached((5, 0, 11), new=2, seqlen_q=2), torch.tensor([2, 0], dtype=torch.int32)
+    want = flash_attn_with_kvcache(**cached((5, 0, 11), new=2, seqlen_q=2), causal=True)
+    before = given["k_cache"].clone()
+    some = {name: given[name][[2, 0]] for name in ("q", "k", "v", "cache_seqlens")}
+    out = flash_attn_with_kvcache(k_cache=given["k_cache"], v_cache=given["v_cache"], cache_batch_idx=entries, causal=True, **some)
+    torch.testing.assert_close(out, want[[2, 0]])
+    torch.testing.assert_close(given["k_cache"][1], before[1], equal_nan=True)
+
+    for slopes in (torch.rand(4), torch.rand(3, 4)):
+        given = cached((7, 7, 7), 5, seqlen_q=3, new=3)
+        away = (torch.arange(3)[:, None] + 7 - torch.arange(10)).abs()
+        each = slopes.double().expand(3, 4)
+        table = given.pop("block_table")
+        found = flash_attn_with_kvcache(**{x: y.clone() for x, y in given.items()}, page_table=table, alibi_slopes=slopes, causal=True)
+        for b in range(3):
+            one = {name: x[b : b + 1] if name in ("q", "k", "v", "cache_seqlens") else x.clone() for name, x in given.items()}
+            want, _ = plain_with_cache(**one, table=table[b : b + 1], high=0, bias=-each[b][None, :, None, None] * away)
+            torch.testing.assert_close(found[b : b + 1], want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize(
+    "options, wanted", [({}, {}), ({"causal": True}, {"high": 0}), ({"causal": True, "window_size": (30, 0)}, {"low": -30, "high": 0})]
+)
+def test_flash_attn_with_kvcache_of_many_queries(page_size, options, wanted):
+    given = cached((5, 0, 70), page_size, seqlen_q=150, new=150, capacity=224)
+    check_with_cache(given, options, **wanted)
+    with_splits = flash_attn_with_kvcache(**cached((5, 0, 70), page_size, seqlen_q=70, capacity=224), num_splits=2, **options)
+    assert with_splits.shape == (3, 70, 4, 8)
+
+
+@pytest.mark.parametrize(
+    "error, words, options",
+    [
+        (numbaflash.UnsupportedError, "cache_leftpad: padding in front", {"cache_leftpad": torch.zeros(3, dtype=torch.int32)}),
+        (ValueError, "block_table and page_table are two names", {"page_table": torch.zeros(3, 3, dtype=torch.int32)}),
+        (ValueError, "cache_batch_idx is for caches without pages", {"cache_batch_idx": torch.zeros(3, dtype=torch.int32)}),
+        (ValueError, "k and v must be given together; got k alone", {"k": torch.zeros(3, 1, 2, 8)}),
+        (ValueError, "rotary_cos and rotary_sin must be given together", {"rotary_cos": torch.zeros(24, 4)}),
+        (ValueError, "got no k and v", {"rotary_cos": torch.zeros(24, 4), "rotary_sin": torch.zeros(24, 4)}),
+        (TypeError, "cache_seqlens must be a torch tensor or an int; got float", {"cache_seqlens": 3.0}),
+        (ValueError, "cache_seqlens must be from 0 to the capacity of 25 keys; got 26", {"cache_seqlens": 26}),
+        (ValueError, "num_splits must be", {"num_splits": -1}),
+        (TypeError, "num_splits must be", {"num_splits": False}),
+        (TypeError, "causal must be True or False", {"causal": "top_left"}),
+        (TypeError, "return_softmax_lse must be", {"return_softmax_lse": 1}),
+        (TypeError, "block_table must be a torch tensor .batch, max_pages.; got list", {"block_table": [[1]]}),
+        (ValueError, "block_table must be a torch tensor .batch, max_pages.; got shape", {"block_table": torch.zeros(3, dtype=torch.int32)}),
+        (TypeError, "page_table must be int32", {"block_table": torch.zeros(3, 5, dtype=torch.int64)}),
+        (TypeError, "q must be a torch tensor; got NoneType", {"q": None}),
+        (ValueError, "v_cache must have 4 axes", {"v_cache": torch.zeros(3, 2, 8)}),
+        (TypeError, "k must be a torch tensor", {"k": 3, "v": 4}),
+    ],
+)
+def test_flash_attn_with_kvcache_refuses(error, words, options):
+    with pytest.raises(error, match=words):
+        flash_attn_with_kvcache(**cached(page_size=5) | options)
+
+
+def test_flash_attn_with_kvcache_refuses_what_needs_more():
+    given = cached(new=1)
+    with pytest.raises(ValueError, match="cache_seqlens must say where k and v go"):
+        flash_attn_with_kvcache(**given | {"cache_seqlens": None})
+    with pytest.raises(ValueError, match="rotary_cos must have a row for each of the 24 positions of the cache; got 23"):
+        flash_attn_with_kvcache(**given, rotary_cos=torch.zeros(23, 4, dtype=torch.float64), rotary_sin=torch.zeros(23, 4, dtype=torch.float64))
+    for entries, error, words in (
+        ([0, 1, 2], TypeError, "cache_batch_idx must be a torch tensor of int32 or int64; got list"),
+        (torch.zeros(3), TypeError, "got torch.float32"),
+        (torch.zeros(2, dtype=torch.int32), ValueError, "one number for each sequence"),
+    ):
+        with pytest.raises(error, match=words):
+            flash_attn_with_kvcache(**given, cache_batch_idx=entries)
+    many = cached(page_size=5, seqlen_q=65)
+    for options in ({"window_size": (4, 4)}, {"alibi_slopes": torch.ones(4)}):
+        with pytest.raises(numbaflash.UnsupportedError, match="over pages, a window or ALiBi without causal .* 64 queries a sequence; got 65"):
+            flash_attn_with_kvcache(**many, **options)
 
 
 # xformers
