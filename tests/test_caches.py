@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,9 +16,10 @@ from hypothesis import strategies as st
 
 import numbaflash as nf
 from numbaflash import toolchain
-from numbaflash.dispatch import Layout, alignment_of
-from numbaflash.kernels.caches.launch import request
+from numbaflash.dispatch import APPEND_OPERANDS, Device, Layout, alignment_of
+from numbaflash.kernels.caches.launch import prepare, request
 from numbaflash.problem.caches import make_append
+from numbaflash.toolchain.launch import check_launch
 
 ml_dtypes = pytest.importorskip("ml_dtypes", reason="NumPy has no bfloat16 of its own")
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
@@ -348,6 +350,18 @@ def test_kernels_compile_without_spills(arch, interleaved):
         report = toolchain.ptxas_report(ptx, arch)
         assert (report.stack_bytes, report.spill_stores, report.spill_loads) == (0, 0, 0)
         assert "fma" not in ptx.text, "sums are rounded as on the CPU"
+
+
+def test_the_launch_describes_what_the_kernel_takes():
+    def checked(wanted, parameters, *, grid, threads, device, operands):
+        check_launch(toolchain.compile_ptx(wanted), parameters, grid, threads, 0, 0)
+        return operands
+
+    for options, _ in KERNELS:
+        given = make(**options)
+        what = make_append({name: (x.shape, x.dtype.name) for name, x in given.items()}, False)
+        with mock.patch.object(toolchain, "prepare", checked):
+            assert prepare(what, layouts(given), Device("cuda", 0, (9, 0))) == APPEND_OPERANDS
 
 
 SIMULATED = """

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import merge_cases
 import numpy as np
@@ -65,6 +66,30 @@ def test_kernels_compile_without_spills(arch):
         report = toolchain.ptxas_report(ptx, arch)
         assert (report.stack_bytes, report.spill_stores, report.spill_loads) == (0, 0, 0), config
         assert ("ld.global.v4" in ptx.text) == (config.access.size == 16 and config.access.dtype != "float64")
+
+
+@pytest.mark.parametrize("parts", [2, 16, 40])
+def test_launches_describe_what_kernels_take(parts):
+    from numbaflash.dispatch import STATE_OPERANDS, Device, Layout, contiguous_strides
+    from numbaflash.kernels.states.launch import Merge
+    from numbaflash.toolchain.launch import check_launch
+
+    made = []
+
+    def checked(request, parameters, *, grid, threads, device, operands):
+        made.append(request.config)
+        check_launch(toolchain.compile_ptx(request), parameters, grid, threads, 0, 0)
+        assert operands == STATE_OPERANDS
+
+    shape, lse_shape = (1, 7, 3, 64), (1, 3, 7)
+    states = [[Layout(x, contiguous_strides(x, size))] * parts for x, size in ((shape, 2), (lse_shape, 4))]
+    with mock.patch.object(toolchain, "prepare", checked):
+        Merge("bfloat16", *states, device=Device("cuda", 0, (9, 0)))
+    assert [(each.parts, each.carried, each.carries) for each in made] == {
+        2: [(2, False, False)],
+        16: [(16, False, False)],
+        40: [(16, False, True), (16, True, True), (8, True, False)],
+    }[parts]
 
 
 def test_the_widest_access():
