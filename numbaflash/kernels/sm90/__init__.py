@@ -14,7 +14,6 @@ from ...problem import ITEMSIZE, Problem, trim_keys
 from ..blocks.launch import Lists
 from ..sections import choose_section, fitting_section
 from .config import (
-    ELEMENTS,
     TICKETS_BYTES,
     TICKETS_THREADS,
     ForwardConfig,
@@ -23,6 +22,7 @@ from .config import (
     forward_config,
     kv_blocks,
     q_tiles,
+    unmet,
 )
 from .options import FEATURES, Options, kernel_keys
 from .tensor_maps import packed_rows_map, refusal, row_major, rows_map, with_batch
@@ -43,11 +43,7 @@ _TINY_SCALE = 2.0**-100  # in place of 0, whose product with a masked score of -
 def supports(problem: Problem, device: Device, features: frozenset[str] = FEATURES) -> tuple[str, ...]:
     """Reasons why this family cannot compute the problem there."""
     reasons = missing(problem, features)
-    if device.kind != "cuda" or device.capability != (9, 0):
-        which = "a CPU" if device.kind == "cpu" else f"compute capability {device.capability[0]}.{device.capability[1]}"
-        reasons.append(f"it needs a Hopper GPU (compute capability 9.0); this is {which}")
-    if problem.dtype not in ELEMENTS:
-        reasons.append(f"it computes {' and '.join(ELEMENTS)}, not {problem.dtype}")
+    reasons += unmet(problem, device)
     for name, n in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if n % 8:
             reasons.append(f"{name} must be a multiple of 8 for TMA; it is {n}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...dispatch import Layouts
+from ...dispatch import Device, Layouts
 from ...problem import Problem
 from ..packing import most_tiles
 from .options import Options, kernel_keys
@@ -26,6 +26,17 @@ CAP_TILES = {  # by head dim up to which, measured on an H200: 8 and 5% faster t
 }
 MASK_REGISTERS = (56, 224)  # the same of two consumers where blocks come from lists, of which the producer reads ahead
 ROOMY_PRODUCER = (40, 232)  # where the addresses of many panels would spill from 24 registers
+
+
+def unmet(problem: Problem, device: Device) -> list[str]:
+    """Reasons why no kernel of the family runs there, or for elements of this kind."""
+    reasons = []
+    if device.kind != "cuda" or device.capability != (9, 0):
+        which = "a CPU" if device.kind == "cpu" else f"compute capability {device.capability[0]}.{device.capability[1]}"
+        reasons.append(f"it needs a Hopper GPU (compute capability 9.0); this is {which}")
+    if problem.dtype not in ELEMENTS:
+        reasons.append(f"it computes {' and '.join(ELEMENTS)}, not {problem.dtype}")
+    return reasons
 
 
 class Warpgroups:

@@ -15,7 +15,7 @@ import numpy as np
 from .... import toolchain
 from ....dispatch import Device, Launch, Layouts, Plan, missing, operands
 from ....problem import ITEMSIZE, Problem
-from ..config import ELEMENTS
+from ..config import unmet
 from ..tensor_maps import refusal, row_major
 from .config import LANES, MERGE_TILES, MOST_MERGED, Q_TILE, DecodeConfig, SharedMemory, Workspace, decode_config, items, merge_shares_of, row_tiles
 
@@ -33,11 +33,7 @@ _TINY_SCALE = 2.0**-100  # in place of 0, whose product with a masked score of -
 def supports(problem: Problem, device: Device) -> tuple[str, ...]:
     """Reasons why this family cannot compute the problem there."""
     reasons = missing(problem, FEATURES)
-    if device.kind != "cuda" or device.capability != (9, 0):
-        which = "a CPU" if device.kind == "cpu" else f"compute capability {device.capability[0]}.{device.capability[1]}"
-        reasons.append(f"it needs a Hopper GPU (compute capability 9.0); this is {which}")
-    if problem.dtype not in ELEMENTS:
-        reasons.append(f"it computes {' and '.join(ELEMENTS)}, not {problem.dtype}")
+    reasons += unmet(problem, device)
     for name, n in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if n % 8:
             reasons.append(f"{name} must be a multiple of 8, which are copied at once; it is {n}")
