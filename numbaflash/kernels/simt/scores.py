@@ -107,12 +107,13 @@ def see(config: Elements, share):
             batch, head, query = (ops.opaque(x) for x in (batch, head, query))
         has = _bits(ops, config, named, query, key, queries=length_q, batch=batch, head=head) if config.options.block_mask else None
         queries, keys = length_q - query, length_k - key
-        first, last = query + band_first - key, query + band_last - key
+        place, rows_apart = (ops.integer(0), 0) if config.options.stacked else (query, config.lanes_m)
+        first, last = place + band_first - key, place + band_last - key
         row = ops.place(named["mask"], (batch, head, query, key)) if config.options.mask else None
         for i in range(share.rows):
             place = row
             for j in range(share.columns):
-                at, step = i * share.columns + j, j * config.lanes_n - i * config.lanes_m
+                at, step = i * share.columns + j, j * config.lanes_n - i * rows_apart
                 seen = (queries > i * config.lanes_m) & (keys > j * config.lanes_n)
                 if config.bounded_left:
                     seen &= first <= step
@@ -225,12 +226,13 @@ def _of_seen(config, share, value, other):
 def changes(ops, config: Elements, share, options, query, key, length_q, length_k, batch, head):
     """Straight-line ``f(i, j, product) -> (score, slope)``: the score of a pair in the unit of the config, and its derivative by the product, None
     for 1. ``options`` are by name."""
-    offset = None
+    stacked = config.options.stacked
     if config.options.alibi:
-        (slope,) = ops.load_row(ops.place(options["alibi_slopes"], (batch, head)), 1, batch >= 0)
-        falling = ops.real(config.compute, slope) * -config.unit
-        place = length_k - length_q if config.options.per_entry else options["offset"]
-        offset = ops.real(config.compute, query + place - key)
+        rows = [(batch, head, query + i * config.lanes_m) for i in range(share.rows)] if stacked else [(batch, head)]
+        slopes = [ops.load_row(ops.place(options["alibi_slopes"], row), 1, _exists(row, length_q))[0] for row in rows]
+        falling = [ops.real(config.compute, slope) * -config.unit for slope in slopes]
+        place = length_k - (1 if stacked else length_q) if config.options.per_entry else options["offset"]
+        offset = ops.real(config.compute, (place if stacked else query + place) - key)
     bias = _bias(ops, config, share, options, query, key, length_q, length_k, batch, head) if config.options.bias else None
 
     def change(i, j, x):
@@ -239,12 +241,18 @@ def changes(ops, config: Elements, share, options, query, key, length_q, length_
             t = ops.tanh(x * options["inverse_cap"])
             x, slope = t * options["cap"], 1.0 - t * t
         if config.options.alibi:
-            x = ops.fma(ops.absolute(offset + float(i * config.lanes_m - j * config.lanes_n)), falling, x)
+            apart = float((0 if stacked else i * config.lanes_m) - j * config.lanes_n)
+            x = ops.fma(ops.absolute(offset + apart), falling[i if stacked else 0], x)
         if bias is not None:
             x = x + bias[i * share.columns + j]
         return x, slope
 
     return change
+
+
+def _exists(row, length_q):
+    """Whether there is a head, or a row of stacked ones."""
+    return row[2] < length_q if len(row) > 2 else row[0] >= 0
 
 
 def _bias(ops, config, share, options, query, key, length_q, length_k, batch, head):
@@ -366,10 +374,16 @@ def begin(config: Elements, rows: int):
         named, lowest, zero = _named(config, options), ops.constant(config.compute, -math.inf), ops.constant(config.compute, 0.0)
         if not config.options.sinks:
             return [lowest] * rows, [zero] * rows
-        sink = _sink(ops, named, head) * config.unit
-        weight = exponential(ops, config, sink - ops.select(sink > -math.inf, sink, 0.0))  # 1, or 0 for -inf
         exists = [length_q - query > i * config.lanes_m for i in range(rows)]
-        return [ops.select(x, sink, lowest) for x in exists], [ops.select(x & (lane_n == 0), weight, zero) for x in exists]
+        if config.options.stacked:
+            places = [ops.place(named["sinks"], (head, query + i * config.lanes_m)) for i in range(rows)]
+            sinks = [ops.load_row(place, 1, x)[0] * config.unit for place, x in zip(places, exists, strict=True)]
+        else:
+            sinks = [_sink(ops, named, head) * config.unit]
+        weights = [exponential(ops, config, sink - ops.select(sink > -math.inf, sink, 0.0)) for sink in sinks]  # 1, or 0 for -inf
+        sinks, weights = (x if config.options.stacked else x * rows for x in (sinks, weights))
+        m = [ops.select(x, sink, lowest) for x, sink in zip(exists, sinks, strict=True)]
+        return m, [ops.select(x & (lane_n == 0), weight, zero) for x, weight in zip(exists, weights, strict=True)]
 
     return straight_line(types.UniTuple(row, 2), (*(I32,) * 4, option_types(config)), body)
 
