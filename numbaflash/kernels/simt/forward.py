@@ -149,11 +149,11 @@ def build(config: Config) -> KernelSource:
         m, l, o = lowest(), zero_row(), zero_output()
         if with_sinks:
             m, l = begin_softmax(query, with_sink if is_packed else seqlen_q, head, lane_n, options)
-        where = ()
+        source = batch
         if paged:
-            where = find_pages(batch, block * kv_tile, thread // kv_width, begin, end, k.shape[0], options), begin, end
+            source = find_pages(batch, block * kv_tile, thread // kv_width, begin, end, k.shape[0], options)
         if first_block < stop_block:
-            copy_k(memory, k_base, k, batch, block * kv_tile, kv_head, thread // kv_width, thread % kv_width, *where)
+            copy_k(memory, k_base, k, source, block * kv_tile, kv_head, thread // kv_width, thread % kv_width)
             if asynchronous:
                 commit()
             copy_q(memory, 0, q, batch, first_q, head, scale, thread // q_width, thread % q_width)
@@ -179,11 +179,11 @@ def build(config: Config) -> KernelSource:
                             if asynchronous:
                                 commit()
                         continue
-            copy_v(memory, v_base, v, batch, first_k, kv_head, thread // kv_width, thread % kv_width, *where)
+            copy_v(memory, v_base, v, source, first_k, kv_head, thread // kv_width, thread % kv_width)
             if asynchronous:
                 commit()
             if paged:  # the table is read a tile ahead
-                where = find_pages(batch, following * kv_tile, thread // kv_width, begin, end, k.shape[0], options), begin, end
+                source = find_pages(batch, following * kv_tile, thread // kv_width, begin, end, k.shape[0], options)
 
             s = zero_scores()
             c = int32(0)
@@ -224,7 +224,7 @@ def build(config: Config) -> KernelSource:
                 wait()
             cuda.syncthreads()  # v and p are here; nobody reads k any more
             if turn + 1 < stop_block:
-                copy_k(memory, k_base, k, batch, following * kv_tile, kv_head, thread // kv_width, thread % kv_width, *where)
+                copy_k(memory, k_base, k, source, following * kv_tile, kv_head, thread // kv_width, thread % kv_width)
                 if asynchronous:
                     commit()
 

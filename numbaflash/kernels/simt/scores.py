@@ -374,14 +374,14 @@ def begin(config: Elements, rows: int):
         named, lowest, zero = _named(config, options), ops.constant(config.compute, -math.inf), ops.constant(config.compute, 0.0)
         if not config.options.sinks:
             return [lowest] * rows, [zero] * rows
-        exists = [length_q - query > i * config.lanes_m for i in range(rows)]
         if config.options.stacked:
-            places = [ops.place(named["sinks"], (head, query + i * config.lanes_m)) for i in range(rows)]
-            sinks = [ops.load_row(place, 1, x)[0] * config.unit for place, x in zip(places, exists, strict=True)]
+            heads = [(head, query + i * config.lanes_m) for i in range(rows)]
+            sinks = [ops.load_row(ops.place(named["sinks"], each), 1, each[1] < length_q)[0] * config.unit for each in heads]
         else:
             sinks = [_sink(ops, named, head) * config.unit]
         weights = [exponential(ops, config, sink - ops.select(sink > -math.inf, sink, 0.0)) for sink in sinks]  # 1, or 0 for -inf
         sinks, weights = (x if config.options.stacked else x * rows for x in (sinks, weights))
+        exists = [length_q - query > i * config.lanes_m for i in range(rows)]
         m = [ops.select(x, sink, lowest) for x, sink in zip(exists, sinks, strict=True)]
         return m, [ops.select(x & (lane_n == 0), weight, zero) for x, weight in zip(exists, weights, strict=True)]
 

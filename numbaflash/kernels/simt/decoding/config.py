@@ -24,8 +24,8 @@ _GOOD_WARPS = 8
 _LONGEST_PART = 4096
 """Keys. One block alone needs long for more, and the host does not know which sequences have them."""
 
-_LEAST_TILES = 4
-"""Tiles of keys of a part: fewer are not worth a partial result."""
+_SHORTEST_PART = 128
+"""Keys: fewer are not worth a partial result."""
 
 _MOST_PARTS = 128
 _GOOD_FILL = 0.85
@@ -165,7 +165,7 @@ def number_of_parts(problem: Problem, config: Config, device: Device, num_splits
     heads = problem.kv_heads if is_stacked(problem) else problem.heads
     tiles = problem.batch * heads * -(-rows_of_head(problem) // config.q_tile)
     slots = device.sm_count * resident_blocks(config.shared_bytes, config.warps, forward.shared_limit(device))
-    most = max(1, min(_MOST_PARTS, capacity // (_LEAST_TILES * config.kv_tile)))
+    most = max(1, min(_MOST_PARTS, capacity // _SHORTEST_PART))
     least = min(most, -(-capacity // _LONGEST_PART) or 1)
     if tiles * least >= _GOOD_FILL * slots:
         return least

@@ -34,13 +34,14 @@ def _row_step(config):
     return config.threads // copy_width(config, config.kv_tile)
 
 
-def pages_type(config: Config):
-    """Numba type of the pages of the rows that a thread copies of a tile, -1 for rows that nobody needs; of all rows where they lie in one page."""
-    return types.UniTuple(I32, 1 if _in_one_page(config) else config.kv_tile // _row_step(config))
+def source_type(config: Config):
+    """Numba type of where the rows are that a thread copies of a tile: their pages, -1 for rows that nobody needs, or that of all rows where they lie
+    in one; then the first key that is needed and one past the last."""
+    return types.UniTuple(I32, 2 + (1 if _in_one_page(config) else config.kv_tile // _row_step(config)))
 
 
 def find_pages(config: Config):
-    """``f(batch, first_row, thread_row, begin, end, pages, options) -> pages_type`` of a tile; keys from ``begin`` to ``end`` are needed."""
+    """``f(batch, first_row, thread_row, begin, end, pages, options) -> source_type`` of a tile; keys from ``begin`` to ``end`` are needed."""
     page_size, step = config.options.page_size, _row_step(config)
 
     def body(ops, batch, first_row, thread_row, begin, end, pages, options):
@@ -54,17 +55,18 @@ def find_pages(config: Config):
                 needed = (key >= begin) & (key < end)
             (page,) = ops.load_row(ops.place(table, (batch, key // page_size)), 1, needed)
             found.append(ops.select(needed, ops.maximum(ops.minimum(page, pages - 1), ops.integer(0)), -1))
-        return found
+        return [*found, begin, end]
 
-    return straight_line(pages_type(config), (*(I32,) * 6, option_types(config)), body)
+    return straight_line(source_type(config), (*(I32,) * 6, option_types(config)), body)
 
 
 def copy_tile(config: Config, dim: int, mask: int = 0):
-    """As `tiles.copy_tile`, of keys, with three more arguments: ``pages, begin, end``."""
+    """As `tiles.copy_tile`, of keys, with what `find_pages` has found in the place of ``batch``."""
     t, count, page_size, step = ArrayTypes.of(config), config.vector if config.vectors else 1, config.options.page_size, _row_step(config)
     width = copy_width(config, config.kv_tile) * count
 
-    def body(ops, memory, base, array, batch, first_row, head, thread_row, thread_column, pages, begin, end):
+    def body(ops, memory, base, array, source, first_row, head, thread_row, thread_column):
+        *pages, begin, end = source
         columns, thread_column, first = array.shape[3], thread_column * count, first_row + thread_row
 
         def row_at(page, key):
@@ -82,4 +84,4 @@ def copy_tile(config: Config, dim: int, mask: int = 0):
 
         copy_places(ops, config, memory, base, places, dim, mask, thread_row, thread_column, columns, there)
 
-    return straight_line(VOID, (t.memory, I32, t.operand, *(I32,) * 5, pages_type(config), I32, I32), body)
+    return straight_line(VOID, (t.memory, I32, t.operand, source_type(config), I32, I32, I32, I32), body)

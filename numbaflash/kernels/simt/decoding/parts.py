@@ -19,7 +19,7 @@ from ..scores import array_type, option_types
 from ..tiles import I32, VOID, Types
 from .config import MergeConfig
 
-AT_ONCE = 8
+AT_ONCE = 16
 """Parts that a thread of the merge has on their way."""
 
 
