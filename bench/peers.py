@@ -125,19 +125,23 @@ class Numbaflash(Library):
         return self._explained(q, k, v, causal=causal, direction=direction, deterministic=self.deterministic and direction == "backward")
 
     def _explained(self, q, k, v, *, direction, **options):
-        told = self._numbaflash.explain(q, k, v, direction=direction, **options)
-        plan = told.plan
-        workspace = {"workspace_bytes": plan.workspace_bytes} if direction == "backward" else {}
-        return {
-            "family": plan.family,
-            "config": repr(plan.config),
-            "grid": list(plan.grid),
-            "threads": plan.threads,
-            "shared_bytes": plan.shared_bytes,
-            "copies": dict(plan.copies),
-            **workspace,
-            "resources": json.loads(json.dumps(told.resources, default=str)),
-        }
+        return facts_of(self._numbaflash.explain(q, k, v, direction=direction, **options))
+
+
+def facts_of(told) -> dict:
+    """Fields of a record that say what a `numbaflash.explain` has told."""
+    plan = told.plan
+    workspace = {} if plan.direction == "forward" else {"workspace_bytes": plan.workspace_bytes}
+    return {
+        "family": plan.family,
+        "config": repr(plan.config),
+        "grid": list(plan.grid),
+        "threads": plan.threads,
+        "shared_bytes": plan.shared_bytes,
+        "copies": dict(plan.copies),
+        **workspace,
+        "resources": json.loads(json.dumps(told.resources, default=str)),
+    }
 
 
 class NumbaflashDeterministic(Numbaflash):

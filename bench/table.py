@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from statistics import median
 
-from . import records
+from . import counter_tables, records
 from .cells import DTYPES
 from .peers import OURS, OURS_DETERMINISTIC, OURS_PADDED, OWN
 from .progress import colour_wanted
@@ -259,7 +259,9 @@ def main(arguments=None) -> int:
 
 
 def tables(recs, *, metric="tflops", markdown=False, colour=False) -> str:
-    """What there is to show of some records: the cells of each direction and their summary, then other quantities."""
+    """What there is to show of some records: the cells of each direction and their summary, then other quantities, then counters."""
+    counted = [r for r in recs if r["bench"] == counter_tables.BENCH]
+    recs = [r for r in recs if r["bench"] != counter_tables.BENCH]
     timed = [r for r in recs if not r.get("quantity")]
     directions, parts = list(dict.fromkeys(r["direction"] for r in timed)), []
     for direction in directions:
@@ -267,6 +269,8 @@ def tables(recs, *, metric="tflops", markdown=False, colour=False) -> str:
         parts += [f"# {direction}"] * (len(directions) > 1) + [cell_table(part, metric=metric, markdown=markdown, colour=colour), summary(part)]
     if len(timed) < len(recs):
         parts.append(latency_table(recs, markdown=markdown))
+    if counted:
+        parts.append(counter_tables.text_of(counted))
     return "\n\n".join(parts)
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .environment import env
     from .plotting import plot_mask
     from .problem import UnsupportedError
+    from .recording import record
     from .toolchain.warmup import warmup
     from .varlen import attention_varlen, backward_varlen, forward_varlen
 
@@ -39,6 +40,7 @@ __all__ = [
     "merge",
     "plan_decode",
     "plot_mask",
+    "record",
     "warmup",
 ]
 
@@ -61,6 +63,7 @@ _HOME = {
     "merge": "api",
     "plan_decode": "decoding",
     "plot_mask": "plotting",
+    "record": "recording",
     "warmup": "toolchain.warmup",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import recording
 from .arrays import LIBRARIES, one_library
 from .block_mask import mask_arrays
 from .call import aligned_workspace, find, prepare, prepare_backward, run
@@ -140,6 +141,8 @@ def forward(
     >>> out.shape, lse.shape
     ((2, 100, 8, 64), (2, 8, 100))
     """
+    if recording.active is not None and recording.is_outermost():
+        return recording.noted(forward, locals())
     library = LIBRARIES.get(type(q))
     if library is None or LIBRARIES.get(type(k)) is not library or LIBRARIES.get(type(v)) is not library:
         library = one_library(q=q, k=k, v=v)
@@ -330,6 +333,8 @@ def backward(
     >>> nf.backward(dout, q, k, v, out, lse, causal=True, needs=("v",))[:2]
     (None, None)
     """
+    if recording.active is not None and recording.is_outermost():
+        return recording.noted(backward, locals())
     kind = LIBRARIES.get
     library = kind(type(q))
     if library is None or not (library is kind(type(dout)) is kind(type(k)) is kind(type(v)) is kind(type(out)) is kind(type(lse))):

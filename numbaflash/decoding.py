@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from . import recording
 from .api import forward, merge
 from .arrays import LIBRARIES, one_library
 from .call import aligned_workspace, apart_of, called, check_apart, decode_call, device_of, run
@@ -129,6 +130,8 @@ def decode(
     >>> bool(np.allclose(out[:1], nf.forward(q[:1], k, v), atol=1e-6))
     True
     """
+    if recording.active is not None and recording.is_outermost():
+        return recording.noted(decode, locals())
     arrays = {"q": q, "k": k_cache, "v": v_cache, "seqlens_k": seqlens_k, "page_table": page_table}
     arrays |= {"alibi_slopes": alibi_slopes, "sinks": sinks}
     library = _library(arrays | {"out": out, "lse": lse})
@@ -245,6 +248,7 @@ class DecodePlan:
         self._workspace_at = aligned_workspace(library.address(self._workspace)) if call.workspace is not None else 0
         self._checked = _checks()
         self._apart = {}  # of kinds of results that callers gave
+        self._told = options | {name: arrays.get(name) for name in ("alibi_slopes", "sinks")} | {"return_lse": return_lse, "num_splits": num_splits}
 
     def run(self, q, k_cache, v_cache, seqlens_k, page_table=None, *, out=None, lse=None, stream=None):
         """`decode` with arrays of the planned kind: library, shapes, strides, dtypes, device and alignment.
@@ -273,6 +277,8 @@ class DecodePlan:
         TypeError, ValueError
             For an array of another kind than planned; the message says in what it differs.
         """
+        if recording.active is not None and recording.is_outermost():
+            return recording.noted(DecodePlan.run, locals(), self._told)
         library, kind = self._library, LIBRARIES.get
         if library.decode is not None:  # torch records
             return library.untraced(self.run)(q, k_cache, v_cache, seqlens_k, page_table, out=out, lse=lse, stream=stream)

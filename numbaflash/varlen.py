@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 
+from . import recording
 from .arrays import LIBRARIES, one_library
 from .call import run
 from .problem import (
@@ -108,6 +109,8 @@ def forward_varlen(
     >>> bool(np.allclose(out[5:], nf.forward(q[None, 5:], k[None, 5:], v[None, 5:], causal=True)[0], atol=1e-6))
     True
     """
+    if recording.active is not None and recording.is_outermost():
+        return recording.noted(forward_varlen, locals())
     arrays = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     arrays |= {"alibi_slopes": alibi_slopes, "sinks": sinks}
     library = _library(arrays | {"out": out, "lse": lse})
@@ -203,6 +206,8 @@ def backward_varlen(
     >>> dk.shape
     (12, 4, 64)
     """
+    if recording.active is not None and recording.is_outermost():
+        return recording.noted(backward_varlen, locals())
     given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     for name in ("out", "lse"):
         if given[name] is None:

@@ -138,6 +138,36 @@ def test_support_tables_are_what_the_families_say(page, name):
     assert found[1].strip() == tables[name](), "run: python docs/tables.py"
 
 
+def tables():
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "docs" / "tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_tables_of_measurements_are_those_of_the_results():
+    made = tables()
+    for page in made.PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert made.written(text) == text, f"{page.name}: run: python docs/tables.py"
+    marked = {page: re.findall(r"^<!-- numbaflash ([\w ]+) -->$", page.read_text(encoding="utf-8"), re.M) for page in PAGES}
+    assert {page for page, names in marked.items() if names} == set(made.PAGES)
+    assert set().union(*marked.values()) == set(made.TABLES)
+
+
+def test_what_the_page_on_profiling_says_was_counted():
+    main = {r["case"]: r for r in tables().results("profiling.md") if r["main"]}
+    forward, decode = (main[name]["counters"] for name in ("forward-d128-causal", "decode-64-of-8k"))
+    pipes = ("xu_pct", "fma_pct", "alu_pct", "lsu_pct", "uniform_pct", "issue_pct", "dram_pct", "l2_pct", "l1_pct")
+    assert all(forward["tensor_pct"] > 1.25 * forward[name] for name in pipes), "bound by the tensor pipe"
+    assert forward["issue_pct"] < 50 and forward["dram_pct"] < 20
+    assert decode["l2_pct"] > decode["dram_pct"] > 80 and max(decode["tensor_pct"], decode["issue_pct"]) < 20
+    assert decode["dram_bytes_per_s"] * decode["ns"] / 1e9 < 1.02 * 2147e6
+    stalls = {name: main[name]["stalls"] for name in main}
+    assert max(stalls["forward-d128-causal"].values()) < forward["cycles_per_issue"] / 2
+    assert stalls["decode-64-of-8k"]["long_scoreboard"] > decode["cycles_per_issue"] / 2
+
+
 def ratios_of_results(direction):
     """The performance page, and of the files of whole runs that it names the best peer's time over ours, and all times, for each cell."""
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")

@@ -235,7 +235,7 @@ def check_under_load(family, library, dtype):
     import torch
 
     generator = torch.Generator("cuda").manual_seed(0)
-    kind = getattr(torch, dtype)
+    kind, ran = getattr(torch, dtype), False
     for size, dim, batch, splits in ((16, 128, 40, None), (None, 128, 40, None), (1, 64, 40, None), (16, 256, 20, None), (64, 128, 40, 4)):
         lengths = torch.randint(0, 3000, (batch,), device="cuda", generator=generator, dtype=torch.int32)
         rows = (batch, 3000) if size is None else (batch * -(-3000 // size), size)
@@ -246,12 +246,13 @@ def check_under_load(family, library, dtype):
             try:
                 first = numbaflash.decode(q, k, v, lengths, table, causal=True, num_splits=splits, return_lse=True)
             except numbaflash.UnsupportedError:
-                return None
+                continue
+            ran = True
             assert all(torch.isfinite(x).logical_or(x == -torch.inf).all() for x in first)
             for _ in range(30):
                 again = numbaflash.decode(q, k, v, lengths, table, causal=True, num_splits=splits, return_lse=True)
                 assert all(map(torch.equal, first, again)), f"page size {size}, head dim {dim}: other bits"
-    return ""
+    return "" if ran else None
 
 
 CHECKS = {
@@ -301,7 +302,7 @@ def test_libraries(gpu, library):
         if jax.default_backend() != "gpu":
             pytest.skip("this JAX has no GPU")
     for case in (CASES["everything"], CASES["parts, contiguous"]):
-        case = replace(case, dtype=dtypes_of(gpu.family)[0])
+        case = replace(case, dtype="float16" if gpu.family == "sm90" else "float32")
         if gpu.reasons(case.problem, "decode") or (gpu.family == "simt" and case.num_splits):
             continue
         case.run(gpu.family, library)

@@ -13,10 +13,10 @@ import sys
 import traceback
 
 from .._version import __version__
-from . import cache, demo, env, explain, fuzz, run, support, warmup
+from . import cache, demo, env, explain, fuzz, run, support, verify, warmup
 from .errors import CommandError
 
-COMMANDS = (run, demo, explain, env, cache, warmup, fuzz, support)
+COMMANDS = (run, demo, verify, explain, env, cache, warmup, fuzz, support)
 
 
 class Parser(argparse.ArgumentParser):

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from ..arrays import library
 from ..call import check_one_device
+from ..problem import MAX_SEQLEN
 from ..problem.caches import make_append
 
 
@@ -14,7 +15,8 @@ def append_kv(arrays: dict, interleaved: bool):
     facts = {name: library(x, name).describe(x, name) for name, x in arrays.items()}
     what = make_append({name: (each.shape, each.dtype) for name, each in facts.items()}, interleaved)
     check_one_device(facts)
-    positions = arrays["seqlens_k"].astype(jnp.int32)[:, None] + jnp.arange(what.tokens, dtype=jnp.int32)
+    lengths = jnp.clip(arrays["seqlens_k"], -MAX_SEQLEN, MAX_SEQLEN).astype(jnp.int32)  # beyond, nothing is written either way
+    positions = lengths[:, None] + jnp.arange(what.tokens, dtype=jnp.int32)
     turns = (positions >= 0) & (positions < what.positions)
     there = (positions >= 0) & (positions < what.capacity)
     keys = arrays["k_new"]

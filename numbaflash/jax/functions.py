@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 
+from .. import recording
 from ..arrays.jax import JAX
 from ..block_mask import mask_arrays
 from ..problem import (
@@ -98,6 +99,8 @@ def attention(
     >>> dv.shape
     (1, 32, 4, 16)
     """
+    if recording.active is not None and recording.is_outermost():
+        return recording.noted(attention, locals())
     arrays = {"bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
     arrays = mask_arrays(mask, q, k) | arrays
     options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap, "dropout": dropout, "deterministic": deterministic}
@@ -160,6 +163,8 @@ def attention_varlen(
     >>> dv.shape
     (12, 4, 16)
     """
+    if recording.active is not None and recording.is_outermost():
+        return recording.noted(attention_varlen, locals())
     options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap, "dropout": dropout, "deterministic": deterministic}
     options |= {"max_seqlen_q": check_max_seqlen("max_seqlen_q", max_seqlen_q), "max_seqlen_k": check_max_seqlen("max_seqlen_k", max_seqlen_k)}
     arrays = {"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes, "sinks": sinks}

@@ -11,6 +11,7 @@ import jax.ffi
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from .. import recording
 from ..call import MAX_CALLS
 from ..problem import CONSTANT_OPTIONS, DIFFERENTIABLE, UnsupportedError, gradient_missing
 from .launches import backward_plan, forward_plan, inputs_of, operands_of, problem_of, read_options, workspace_bytes
@@ -50,6 +51,10 @@ def differentiable(options: str, seed: int, with_lse: bool):
             dlse = None
         if isinstance(dout, SymbolicZero):
             dout, _ = varying_alike(jnp.zeros_like(out), out)
+        if (recorder := recording.active) is not None:
+            numbers = {name: x for name, x in read_options(options).items() if name not in ("arrays", "workspace", "family")}
+            given = {"dout": dout, "out": out, "lse": lse, "dlse": dlse} | dict(zip(names, arrays, strict=True))
+            recorder.note("backward", given | numbers | {"seed": seed, "needs": needs.names})
         told = options if dlse is None else json.dumps(read_options(options) | {"dlse": True})
         compute = _gradients(told, seed, needs.names)
         gradients = compute(dout, *arrays[:3], out, lse, *(() if dlse is None else (dlse,)), *arrays[3:])
