@@ -66,7 +66,7 @@ def test_tiles_fit(device, dtype):
 
 def test_what_fits_nowhere_is_refused():
     (reason,) = decoding.supports(problem(576, 512, dtype="float64"), T4)
-    assert "576 and 512 in float64" in reason and "64 KiB" in reason
+    assert "head_dim 576 and head_dim_v 512 in float64" in reason and "64 KiB" in reason
     assert not decoding.supports(problem(576, 512, dtype="float64"), H200)
     assert any("must be at most" in reason for reason in decoding.supports(problem(batch=2**20, heads=64), H200))
 

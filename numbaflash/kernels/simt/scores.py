@@ -39,7 +39,8 @@ def array_type(dtype: str, axes: int) -> types.Array:
     return types.Array(getattr(types, as_bits(dtype)), axes, "A")
 
 
-def _named(config, options):
+def by_name(config: Elements, options) -> dict:
+    """The parameters of the options by their names."""
     return {name: x for (name, _, _), x in zip(config.options.parameters(config.compute), options, strict=True)}
 
 
@@ -57,7 +58,7 @@ def lengths(config: Elements):
     """``f(seqlen_q, seqlen_k, batch, options) -> (length_q, length_k)`` of a batch entry."""
 
     def body(ops, seqlen_q, seqlen_k, batch, options):
-        named, found = _named(config, options), []
+        named, found = by_name(config, options), []
         for name, most in (("seqlens_q", seqlen_q), ("seqlens_k", seqlen_k)):
             if name in named:
                 (length,) = ops.load_row(ops.place(named[name], (batch,)), 1, batch >= 0)
@@ -102,7 +103,7 @@ def see(config: Elements, share):
     kind = seen_type(share)
 
     def body(ops, query, key, length_q, length_k, band_first, band_last, batch, head, options):
-        named, words = _named(config, options), [ops.integer(0)] * len(kind)
+        named, words = by_name(config, options), [ops.integer(0)] * len(kind)
         if config.options.masked:
             batch, head, query = (ops.opaque(x) for x in (batch, head, query))
         has = _bits(ops, config, named, query, key, queries=length_q, batch=batch, head=head) if config.options.block_mask else None
@@ -165,7 +166,7 @@ def list_of(config: Elements):
     """``f(tile, batch, head, options) -> number`` of the list of a tile of a batch entry and a head, or heads that share it."""
 
     def body(ops, tile, batch, head, options):
-        named = _named(config, options)
+        named = by_name(config, options)
         return batch * named["lists_batch"] + head * named["lists_head"] + tile
 
     return straight_line(I32, (I32, I32, I32, option_types(config)), body)
@@ -183,7 +184,7 @@ def rank_of(config: Elements):
 
 def _word_of(config, name):
     def body(ops, row, column, options):
-        return ops.load_row(ops.place(_named(config, options)[name], (row, column)), 1, row >= 0)[0]
+        return ops.load_row(ops.place(by_name(config, options)[name], (row, column)), 1, row >= 0)[0]
 
     return straight_line(I32, (I32, I32, option_types(config)), body)
 
@@ -284,7 +285,7 @@ def change(config: Elements, share):
 
     def body(ops, s, query, key, length_q, length_k, batch, head, options):
         query, batch, head = (ops.opaque(x) for x in (query, batch, head))
-        score = changes(ops, config, share, _named(config, options), query, key, length_q, length_k, batch, head)
+        score = changes(ops, config, share, by_name(config, options), query, key, length_q, length_k, batch, head)
         return [score(at // share.columns, at % share.columns, x)[0] for at, x in enumerate(s)]
 
     return straight_line(scores, (scores, *(I32,) * 6, option_types(config)), body)
@@ -300,7 +301,7 @@ def weigh(config: Elements, share, with_ds: bool):
     scores, row = types.UniTuple(real, share.rows * share.columns), types.UniTuple(real, share.rows)
 
     def body(ops, s, dp, lse, delta, query, key, length_q, length_k, batch, head, options):
-        named = _named(config, options)
+        named = by_name(config, options)
         score = changes(ops, config, share, named, query, key, length_q, length_k, batch, head)
         kept = _kept(ops, config, share, named, query, key, batch, head) if config.options.dropout else None
         p, ds, dproducts = [], [], []
@@ -356,7 +357,7 @@ def drop(config: Elements, share):
 
     def body(ops, p, query, key, batch, head, options):
         query, batch, head = (ops.opaque(x) for x in (query, batch, head))
-        kept = _kept(ops, config, share, _named(config, options), query, key, batch, head)
+        kept = _kept(ops, config, share, by_name(config, options), query, key, batch, head)
         return [ops.select(kept(at // share.columns, at % share.columns), x, 0.0) for at, x in enumerate(p)]
 
     return straight_line(scores, (scores, *(I32,) * 4, option_types(config)), body)
@@ -371,7 +372,7 @@ def begin(config: Elements, rows: int):
     row = types.UniTuple(real, rows)
 
     def body(ops, query, length_q, head, lane_n, options):
-        named, lowest, zero = _named(config, options), ops.constant(config.compute, -math.inf), ops.constant(config.compute, 0.0)
+        named, lowest, zero = by_name(config, options), ops.constant(config.compute, -math.inf), ops.constant(config.compute, 0.0)
         if not config.options.sinks:
             return [lowest] * rows, [zero] * rows
         if config.options.stacked:
@@ -398,7 +399,7 @@ def finish(config: Elements, output: types.UniTuple):
     row = types.UniTuple(real, config.rows)
 
     def body(ops, o, l, options):
-        named, width, found = _named(config, options), len(o) // config.rows, []
+        named, width, found = by_name(config, options), len(o) // config.rows, []
         for at, x in enumerate(o):
             x = x * named["keep_factor"] if config.options.dropout else x
             found.append(ops.select(l[at // width] == 0.0, ops.constant(config.compute, 0.0), x) if config.options.bias else x)
@@ -412,7 +413,7 @@ def of_sink(config: Elements):
     real = getattr(types, config.compute)
 
     def body(ops, delta, lse, head, options):
-        difference = _sink(ops, _named(config, options), head) - lse
+        difference = _sink(ops, by_name(config, options), head) - lse
         weight = ops.exp(difference) if config.compute == "float64" else ops.exp2(difference * math.log2(math.e))
         return ops.select(lse != -math.inf, weight * delta, 0.0)
 

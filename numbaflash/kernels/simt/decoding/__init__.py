@@ -35,8 +35,8 @@ def supports(problem: Problem, device: Device) -> tuple[str, ...]:
     if device.kind != "cpu":
         limit = forward.shared_limit(device)
         if choose_tile(problem, limit) is None:
-            dims = f"head dims {problem.head_dim} and {problem.head_dim_v} in {problem.dtype}"
-            reasons.append(f"a block has {limit // 1024} KiB of shared memory on this GPU, too little for {dims}")
+            dims = f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v} in {problem.dtype}"
+            reasons.append(f"no tile of {dims} fits the registers and the {limit // 1024} KiB of shared memory that a block has on this GPU")
     if problem.batch * problem.heads * problem.seqlen_q * MAX_SPLITS > _MOST_BLOCKS:
         reasons.append(f"batch * heads * seqlen_q must be at most {_MOST_BLOCKS // MAX_SPLITS}")
     return tuple(reasons)

@@ -11,17 +11,13 @@ from numba.cuda import types
 from numbaflash.ptx.straight import straight_line
 
 from ..config import Config
-from ..scores import option_types
+from ..scores import by_name, option_types
 from ..tiles import I32, VOID, ArrayTypes, copy_places, copy_width, walk_tile
 
 
 def capacity(config: Config):
     """``f(options) -> int32``: keys that the table has room for."""
-    return straight_line(I32, (option_types(config),), lambda ops, options: _named(config, options)["capacity"])
-
-
-def _named(config, options):
-    return {name: x for (name, _, _), x in zip(config.options.parameters(config.compute), options, strict=True)}
+    return straight_line(I32, (option_types(config),), lambda ops, options: by_name(config, options)["capacity"])
 
 
 def _in_one_page(config):
@@ -45,7 +41,7 @@ def find_pages(config: Config):
     page_size, step = config.options.page_size, _row_step(config)
 
     def body(ops, batch, first_row, thread_row, begin, end, pages, options):
-        table, found = _named(config, options)["page_table"], []
+        table, found = by_name(config, options)["page_table"], []
         for row in range(0, 1 if _in_one_page(config) else config.kv_tile, step):
             if _in_one_page(config):
                 key = ops.maximum(first_row, begin)

@@ -15,7 +15,7 @@ from numbaflash.ptx.straight import straight_line
 from numbaflash.toolchain import KernelSource
 
 from ..config import Config
-from ..scores import array_type, option_types
+from ..scores import array_type, by_name, option_types
 from ..tiles import I32, VOID, Types
 from .config import MergeConfig
 
@@ -26,15 +26,11 @@ AT_ONCE = 16
 # ---- a part
 
 
-def _parts(config, options):
-    return dict(zip((name for name, _, _ in config.options.parameters(config.compute)), options, strict=True))["parts"]
-
-
 def tile_of_block(config: Config):
     """``f(block, options) -> (tile, part)``: the parts of a tile are neighbours."""
 
     def body(ops, block, options):
-        parts = _parts(config, options)
+        parts = by_name(config, options)["parts"]
         return [block // parts, block % parts]
 
     return straight_line(types.UniTuple(I32, 2), (I32, option_types(config)), body)
@@ -44,7 +40,7 @@ def tiles_of_part(config: Config):
     """``f(first, stop, part, options) -> (first, stop)``: a part of these tiles of keys, as long as the others but for the last ones."""
 
     def body(ops, first, stop, part, options):
-        parts = _parts(config, options)
+        parts = by_name(config, options)["parts"]
         each = (ops.maximum(stop - first, ops.integer(0)) + parts - 1) // parts
         begin = ops.minimum(first + part * each, stop)
         return [begin, ops.minimum(begin + each, stop)]
