@@ -207,7 +207,14 @@ CASES = {
 
 
 @st.composite
-def any_case(draw, dims=((16, 16), (64, 64), (64, 32), (40, 8), (128, 128), (33, 7)), most_keys=150, most_queries=12, most_heads=3):
+def any_case(
+    draw,
+    dims=((16, 16), (64, 64), (64, 32), (40, 8), (128, 128), (33, 7)),
+    dtypes=("float16", "bfloat16", "float32", "float64"),
+    most_keys=150,
+    most_queries=12,
+    most_heads=3,
+):
     """Any cache of a few sequences."""
     group, kv_heads = draw(st.sampled_from([1, 2, 4, 7])), draw(st.integers(1, most_heads))
     dim, dim_v = draw(st.sampled_from(dims))
@@ -228,7 +235,7 @@ def any_case(draw, dims=((16, 16), (64, 64), (64, 32), (40, 8), (128, 128), (33,
         kv_heads=kv_heads,
         head_dim=dim,
         head_dim_v=dim_v,
-        dtype=draw(st.sampled_from(["float16", "bfloat16", "float32", "float64"])),
+        dtype=draw(st.sampled_from(dtypes)),
         lengths_dtype=draw(st.sampled_from(["int32", "int64"])),
         options=options,
         with_sinks=draw(st.booleans()),
