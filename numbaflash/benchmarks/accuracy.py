@@ -1,0 +1,155 @@
+"""Is what a library computed right? Checked on a sample by `numbaflash.testing`'s rule before anything is timed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from numbaflash.testing import accuracy as rule
+
+ROWS = 32
+WRONG = "wrong result"
+
+
+class Sample:
+    """Exact results of all heads of the first and the last batch entry, at the first, the middle and the last rows.
+
+    Parameters
+    ----------
+    cell : numbaflash.benchmarks.cells.Cell
+    q, k, v : torch.Tensor
+        Inputs of the cell.
+    """
+
+    def __init__(self, cell, q, k, v):
+        import torch
+
+        self._isfinite, self._shape = torch.isfinite, cell.problem.out_shape
+        self._batch = sorted({0, cell.batch - 1})
+        rows = min(ROWS, cell.seqlen)
+        self._blocks = []
+        for start in sorted({0, (cell.seqlen - rows) // 2, cell.seqlen - rows}):
+            part = slice(start, start + rows)
+            problem = replace(cell.problem, batch=len(self._batch), seqlen_q=rows, offset=start if cell.causal else 0)
+            self._blocks.append((part, rule.expected(problem, q[self._batch, part], k[self._batch], v[self._batch])))
+
+    def judge(self, out) -> tuple[float, str | None]:
+        """Largest error of a sampled element in units of its tolerance, and what is wrong with the result, or None.
+
+        Parameters
+        ----------
+        out : torch.Tensor
+            Whole result, shape of q.
+        """
+        if tuple(out.shape) != self._shape:
+            return float("inf"), f"{WRONG}: shape {tuple(out.shape)}, expected {self._shape}"
+        if not bool(self._isfinite(out).all()):
+            return float("inf"), f"{WRONG}: NaN or infinite elements"
+        try:
+            return max(rule.compare(expected, out[self._batch, part]).out for part, expected in self._blocks), None
+        except rule.AccuracyError as error:
+            return float("inf"), f"{WRONG}: {error}"
+
+
+class GradientSample:
+    """Exact gradients of some key/value heads with their query heads: of the first one of the first batch entry, and of the last one of the last.
+
+    Parameters
+    ----------
+    cell : numbaflash.benchmarks.cells.Cell
+    dout, q, k, v : torch.Tensor
+        Inputs of the cell.
+    heads : list of (int, int), optional
+        Batch entries and key/value heads to take instead.
+    """
+
+    def __init__(self, cell, dout, q, k, v, heads=None):
+        import torch
+
+        self._isfinite, group = torch.isfinite, cell.problem.group
+        self._shapes = [(name, cell.problem.shape_of(name)) for name in ("dq", "dk", "dv")]
+        problem = replace(cell.problem, batch=1, heads=group, kv_heads=1)
+        self._parts = []
+        for batch, head in sorted({(0, 0), (cell.batch - 1, cell.kv_heads - 1)} if heads is None else heads):
+            entry, heads = slice(batch, batch + 1), slice(head * group, (head + 1) * group)
+            rows, keys = (entry, slice(None), heads), (entry, slice(None), slice(head, head + 1))
+            self._parts.append((rows, keys, rule.expected_gradients(problem, dout[rows], q[rows], k[keys], v[keys])))
+
+    def judge(self, gradients) -> tuple[float, str | None]:
+        """Largest error of a sampled element in units of its tolerance, and what is wrong with the gradients, or None.
+
+        Parameters
+        ----------
+        gradients : tuple of torch.Tensor
+            dq, dk and dv, whole.
+        """
+        for (name, shape), got in zip(self._shapes, gradients, strict=True):
+            if tuple(got.shape) != shape:
+                return float("inf"), f"{WRONG}: {name} has shape {tuple(got.shape)}, expected {shape}"
+            if not bool(self._isfinite(got).all()):
+                return float("inf"), f"{WRONG}: NaN or infinite elements of {name}"
+        dq, dk, dv = gradients
+        worst = 0.0
+        try:
+            for rows, keys, expected in self._parts:
+                found = rule.compare_gradients(expected, dq[rows], dk[keys], dv[keys])
+                worst = max(worst, found.dq, found.dk, found.dv)
+        except rule.AccuracyError as error:
+            return float("inf"), f"{WRONG}: {error}"
+        return worst, None
+
+
+class PackedSample:
+    """`Sample` of the first, the longest and the last of packed sequences, each as a batch of its own.
+
+    Parameters
+    ----------
+    cell : numbaflash.benchmarks.cells.PackedCell
+    *arrays : torch.Tensor
+        Inputs of the cell.
+    """
+
+    results = ("out",)
+
+    def __init__(self, cell, *arrays):
+        import torch
+
+        self._isfinite = torch.isfinite
+        self._shapes = {name: cell.problem.shape_of(name) for name in self.results}
+        ends = cell.boundaries
+        chosen = dict.fromkeys((0, cell.lengths.index(cell.longest), len(cell.lengths) - 1))
+        self._parts = []
+        for place, number in enumerate(chosen):
+            rows = slice(*ends[number : number + 2])
+            head = (cell.kv_heads - 1) * place // max(1, len(chosen) - 1)
+            self._parts.append((rows, self._of_one(cell.batch_of(1, cell.lengths[number]), [x[None, rows] for x in arrays], head)))
+
+    @staticmethod
+    def _of_one(cell, arrays, head):
+        return Sample(cell, *arrays)
+
+    def judge(self, found) -> tuple[float, str | None]:
+        """As that of the samples of batches, of the whole results of packed sequences."""
+        found = dict(zip(self.results, found if isinstance(found, (tuple, list)) else (found,), strict=True))
+        for name, shape in self._shapes.items():
+            if tuple(found[name].shape) != shape:
+                return float("inf"), f"{WRONG}: {name} has shape {tuple(found[name].shape)}, expected {shape}"
+            if not bool(self._isfinite(found[name]).all()):
+                return float("inf"), f"{WRONG}: NaN or infinite elements of {name}"
+        worst = 0.0
+        for rows, sample in self._parts:
+            one = [x[None, rows] for x in found.values()]
+            error, complaint = sample.judge(one if len(one) > 1 else one[0])
+            if complaint:
+                return error, f"{complaint}, of the sequence at {rows.start}"
+            worst = max(worst, error)
+        return worst, None
+
+
+class PackedGradientSample(PackedSample):
+    """`GradientSample` likewise, of one key/value head of each sequence: the first, a middle one, the last."""
+
+    results = ("dq", "dk", "dv")
+
+    @staticmethod
+    def _of_one(cell, arrays, head):
+        return GradientSample(cell, *arrays, heads=[(0, head)])
