@@ -34,6 +34,7 @@ class Event:
 class SimulatedDevice:
     """A host and a device with a clock each, in milliseconds."""
 
+    kind, method = "cuda", "simulated"
     l2_bytes = 1000
 
     def __init__(self):

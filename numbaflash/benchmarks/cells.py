@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
@@ -185,3 +186,18 @@ def inputs(cell: AnyCell, generator=None, operands=("q", "k", "v"), device="cuda
 
     shapes = [cell.problem.shape_of(name) for name in operands]
     return [torch.randn(shape, device=device, dtype=getattr(torch, cell.dtype), generator=generator) for shape in shapes]
+
+
+def host_inputs(cell: AnyCell, operands=("q", "k", "v"), seed=0):
+    """The same on the CPU: torch tensors, or NumPy arrays where PyTorch is not installed."""
+    import numpy as np
+
+    from ..files import dtype_of
+
+    rng = np.random.default_rng(seed)
+    arrays = [rng.standard_normal(cell.problem.shape_of(name), np.float32) for name in operands]
+    if importlib.util.find_spec("torch") is None:
+        return [x.astype(dtype_of(cell.dtype)) for x in arrays]
+    import torch
+
+    return [torch.from_numpy(x).to(getattr(torch, cell.dtype)) for x in arrays]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from . import cells
+from .timing import METHOD
 
 NO_GPU = 2
 """Exit code of a benchmark that finds no GPU."""
@@ -31,11 +32,20 @@ def refuse(program: str, reason: str) -> int:
 class Gpu:
     """The current CUDA device and its current stream.
 
+    Attributes
+    ----------
+    kind : str
+        As `numbaflash.dispatch.Device` has it.
+    method : str
+        How it is measured, as records tell it.
+
     Parameters
     ----------
     seed : int
         Of the random inputs.
     """
+
+    kind, method = "cuda", METHOD
 
     def __init__(self, seed=0):
         import torch

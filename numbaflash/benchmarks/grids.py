@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from . import evidence, gpu, plots, prebuild, records, table, timing
+from . import accuracy, evidence, gpu, plots, prebuild, records, table, timing
 from .cells import DTYPES, grid, heads_of
 from .peers import OWN, find, one_line
 from .prebuild import Task
@@ -159,9 +159,9 @@ class Run:
     def admit(self, cell, note) -> dict:
         """(function that calls the library on the next input set, facts for the record) of each library whose results are right."""
         try:
-            count = timing.input_sets(cell.bytes_of(*self.what.operands), self.device.l2_bytes)
-            sets = [self.device.inputs(cell, self.what.operands) for _ in range(count)]
-            sample = self.what.sample(cell, *sets[0])
+            sets = self.what.inputs(self.device, cell)
+            sample = self.what.sample(cell, *self.what.arrays(sets))
+            agreement = _Agreement(cell, self.what.arrays(sets))
         except Exception as error:  # out of memory, most likely: the other cells are still measured
             self._still_alive(error)
             self.skip(cell, one_line(error), note)
@@ -171,7 +171,7 @@ class Run:
             try:
                 reason = library.unfit(cell, self.device.free_bytes(), self.what.direction)
                 if reason is None:
-                    call, facts, reason = self._admit(library, sets, cell, sample)
+                    call, facts, reason = self._admit(library, sets, cell, sample, agreement)
                 if reason is None:
                     admitted[name] = call, facts
             except Exception as error:  # whatever a library raises, the others are still measured
@@ -186,7 +186,9 @@ class Run:
         numbers = times.summary()
         if times.host_bound:
             note(f"{cell}: {name} waits for the device in each call; its times hold host time too")
-        return self._record(cell, name, {**numbers, "tflops": self.what.flops(cell) / numbers["ms"] / 1e9, **facts})
+        if self.device.kind == "cpu":
+            del numbers["host_us"]  # the same time once more
+        return self._record(cell, name, {**numbers, **self.what.figures(cell, numbers["ms"]), **facts})
 
     def skip(self, cell, reason, note) -> None:
         """Record of every library why it was not measured on a cell."""
@@ -194,21 +196,22 @@ class Run:
             self._record(cell, name, {"ms": None, "tflops": None, "skipped": reason})
         note(f"{cell}: left out: {reason}")
 
-    def _admit(self, library, sets, cell, sample):
+    def _admit(self, library, sets, cell, sample, agreement):
         """(function that calls the library on the next input set, facts for the record, None), or (None, {}, what is wrong)."""
         with library.scope():
-            bound = [self.what.bind(library, arrays, cell) for arrays in sets]
-            error, complaint = sample.judge(library.rows(bound[0](), cell.structure))
+            first, turn = self.what.calls(library, sets, cell)
+            result = library.rows(first(), cell.structure)
+            error, complaint = sample.judge(result)
+            complaint = complaint or agreement.complaint(library.name, result)
             if complaint:
                 return None, {}, complaint
             told = self.told.get((library.name, str(cell)))
-            told = prebuild.evidence(self.what, library, sets[0], cell) if told is None else told
-            facts = {"input_sets": len(sets), "error_per_tolerance": error, **told}
-        turn = itertools.cycle(bound)
+            told = prebuild.evidence(self.what, library, self.what.arrays(sets), cell) if told is None else told
+            facts = {"input_sets": len(sets), "inputs": agreement.inputs, "error_per_tolerance": error, **told}
 
         def call():
             with library.scope():
-                next(turn)()
+                turn()
 
         return call, facts, None
 
@@ -226,30 +229,53 @@ class Run:
     def _record(self, cell, name, more):
         library = self.libraries[name]
         base = {"bench": self.what.bench, "direction": self.what.direction, **cell.fields(), "library": name, "version": library.version}
-        self.records.append(records.check({**base, **more, "method": timing.METHOD, **self.common}))
+        self.records.append(records.check({**base, **more, "method": self.device.method, **self.common}))
         return self.records[-1]
 
     def add_kernel_names(self):
         """Write into each record with a time which kernels the library launched there."""
         timed = [r for r in self.records if r["ms"] is not None]
-        cells = {tuple(cell.fields()[name] for name in records.CELL): cell for cell in self.options.cells}
+        cells = {_key(cell.fields()): cell for cell in self.options.cells}
 
         def calls():
-            arrays, last = None, None
+            sets, last = None, None
             for record in timed:
-                cell = cells[tuple(record[name] for name in records.CELL)]
+                cell = cells[_key(record)]
                 if cell != last:
-                    arrays, last = None, cell
-                    arrays = self.device.inputs(cell, self.what.operands)
-                yield from self._one_call(record["library"], arrays, cell)
+                    sets, last = None, cell
+                    sets = self.what.one_set(self.device, cell)
+                yield from self._one_call(record["library"], sets, cell)
 
         for record, names in zip(timed, evidence.kernels(calls()), strict=True):
             record["kernels"] = names
 
-    def _one_call(self, name, arrays, cell):
+    def _one_call(self, name, sets, cell):
         library = self.libraries[name]
         with library.scope():
-            yield self.what.bind(library, arrays, cell)
+            yield self.what.calls(library, sets, cell)[0]
+
+
+class _Agreement:
+    """What the libraries have in common on a cell: unchanged inputs, and results like that of the first of them."""
+
+    def __init__(self, cell, arrays):
+        self._dtype, self._arrays, self._first, self._result = cell.dtype, arrays, None, None
+        self.inputs = accuracy.fingerprint(arrays)
+
+    def complaint(self, name, result) -> str | None:
+        """Why a library does not compute the same from the same; None when it does."""
+        if accuracy.fingerprint(self._arrays) != self.inputs:
+            return f"{accuracy.WRONG}: it has changed its inputs"
+        if self._first is None:
+            self._first, self._result = name, result
+            return None
+        different = accuracy.disagreement(self._result, result, self._dtype)
+        return different and f"{accuracy.WRONG}: it is not {self._first}'s, {different}"
+
+
+def _key(fields) -> tuple:
+    """By which a record's cell is known."""
+    return tuple(fields[name] for name in records.CELL) + tuple(fields.get(name) for name in records.BEYOND)
 
 
 def report(runs, path, seconds) -> int:

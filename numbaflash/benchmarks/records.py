@@ -42,6 +42,10 @@ CELL = ("dtype", "batch", "seqlen_q", "seqlen_k", "heads", "kv_heads", "head_dim
 """Fields that say what was computed."""
 
 
+BEYOND = ("lengths", "page_size", "option")
+"""Fields that say more of it, where there is more to say."""
+
+
 def check(record: dict) -> dict:
     """Return the record, or raise a ValueError that names the field that is missing or wrong."""
     for name, kind in FIELDS.items():

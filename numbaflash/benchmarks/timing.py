@@ -33,12 +33,16 @@ class Times:
         True when no spin was long enough, because the call itself waits for the device: the times then hold host time too.
     spin_ms : float
         Length of the spin that the launches are queued behind.
+    host_us : list of float
+        Microseconds that a call kept the host meanwhile, one for each round: the device was busy with the spin, so nothing was waited for, but where
+        the library itself waits.
     """
 
     ms: list[float] = field(default_factory=list)
     launches: int = 1
     host_bound: bool = False
     spin_ms: float = 1.0
+    host_us: list[float] = field(default_factory=list)
 
     def summary(self) -> dict:
         """Median, quartiles and least, as fields of a record."""
@@ -51,6 +55,7 @@ class Times:
             "rounds": len(self.ms),
             "launches": self.launches,
             "host_bound": self.host_bound,
+            **({"host_us": median(self.host_us)} if self.host_us else {}),
         }
 
 
@@ -72,14 +77,16 @@ def input_sets(input_bytes: int, l2_bytes: int) -> int:
     return max(1, math.ceil(L2_MULTIPLE * l2_bytes / input_bytes))
 
 
-def batch(clock, call, launches: int, times: Times) -> float:
-    """Milliseconds a call of one batch; lengthens ``times.spin_ms`` until the device stays behind the host."""
+def batch(clock, call, launches: int, times: Times) -> tuple[float, float]:
+    """Milliseconds of the device and of the host a call of one batch; lengthens ``times.spin_ms`` until the device stays behind the host."""
     while True:
         start, end = clock.event(), clock.event()
         clock.spin(times.spin_ms)
         start.record()
+        began = time.perf_counter()
         for _ in range(launches):
             call()
+        host = time.perf_counter() - began
         end.record()
         overtaken = start.query()
         end.synchronize()
@@ -87,7 +94,7 @@ def batch(clock, call, launches: int, times: Times) -> float:
             times.host_bound = times.spin_ms >= MAX_SPIN_MS
             times.spin_ms = 0.0 if times.host_bound else min(2 * times.spin_ms, MAX_SPIN_MS)
             continue
-        return start.elapsed_time(end) / launches
+        return start.elapsed_time(end) / launches, 1e3 * host / launches
 
 
 def measure(clock, calls: dict, *, rounds: int, target_ms: float) -> dict[str, Times]:
@@ -112,14 +119,16 @@ def measure(clock, calls: dict, *, rounds: int, target_ms: float) -> dict[str, T
     for name, call in calls.items():
         times = result[name]
         call()  # warm
-        guess = batch(clock, call, 2, times)
+        guess, _ = batch(clock, call, 2, times)
         times.launches = max(1, min(MAX_LAUNCHES, round(target_ms / guess))) if guess > 0 else MAX_LAUNCHES
         batch(clock, call, times.launches, times)  # settles the spin and the clocks
     names = list(calls)
     for turn in range(rounds):
         for k in range(len(names)):
             name = names[(turn + k) % len(names)]
-            result[name].ms.append(batch(clock, calls[name], result[name].launches, result[name]))
+            device, host = batch(clock, calls[name], result[name].launches, result[name])
+            result[name].ms.append(device)
+            result[name].host_us.append(1e3 * host)
     return result
 
 
