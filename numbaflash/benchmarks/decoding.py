@@ -6,12 +6,17 @@ caches, and a mask where lengths are mixed.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import itertools
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from ..problem import ITEMSIZE, Problem, make_decode_problem
-from . import timing
+from . import peers, timing
+from .accuracy import WRONG, finite
 from .cells import AnyCell, problem_fields
+from .passes import Pass
 from .peers import OURS, one_line
 
 SEED, TOLERANCE = 1, {"bfloat16": 0.03, "float16": 0.01, "float32": 1e-4}
@@ -179,8 +184,8 @@ def bind_fa4(torch, cell, inputs):
     return call
 
 
-def bind_sdpa(backend):
-    """torch's scaled_dot_product_attention. With a mask, the heads of a group stand in the place of queries, which every back end takes."""
+def bind_sdpa(backend=None):
+    """torch's scaled_dot_product_attention, held to one back end, or the one that it chooses. With a mask, the heads of a group stand in the place of queries, which every back end takes."""
 
     def bind(torch, cell, inputs):
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -189,12 +194,13 @@ def bind_sdpa(backend):
             raise NotImplementedError("it knows no pages")
         if cell.tokens > 1:
             raise NotImplementedError("it has no causal mask of the last tokens")
-        attention, chosen = torch.nn.functional.scaled_dot_product_attention, getattr(SDPBackend, backend)
+        attention = torch.nn.functional.scaled_dot_product_attention
+        scope = nullcontext if backend is None else functools.partial(sdpa_kernel, getattr(SDPBackend, backend))
         q = inputs.q.transpose(1, 2)
         if cell.equal:
 
             def call(k, v):
-                with sdpa_kernel(chosen):
+                with scope():
                     return attention(q, k.transpose(1, 2), v.transpose(1, 2), enable_gqa=cell.heads != cell.kv_heads).transpose(1, 2)
 
             return call
@@ -202,7 +208,7 @@ def bind_sdpa(backend):
         mask = (torch.arange(cell.capacity, device=grouped.device) < inputs.lengths[:, None])[:, None, None]
 
         def masked(k, v):
-            with sdpa_kernel(chosen):
+            with scope():
                 return attention(grouped, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask).reshape(inputs.q.shape)
 
         return masked
@@ -231,6 +237,7 @@ BIND = {
     "fa2": bind_sdpa("FLASH_ATTENTION"),
     "cudnn": bind_sdpa("CUDNN_ATTENTION"),
     "efficient": bind_sdpa("EFFICIENT_ATTENTION"),
+    "sdpa": bind_sdpa(),
     "flashinfer": bind_flashinfer,
 }
 
@@ -258,3 +265,98 @@ def copy_rate(clock, torch) -> float:
     target = torch.empty_like(source)
     ms = timing.measure(clock, {"copy": lambda: target.copy_(source)}, rounds=5, target_ms=10.0)["copy"].summary()["ms"]
     return 2 * source.numel() / ms * 1e3
+
+
+class Decoder(peers.Library):
+    """A library that decodes: ``bind(cell, inputs)`` returns a function of the caches."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+        if name == OURS:
+            import numbaflash
+
+            self.version = numbaflash.__version__
+        elif name in MODULES:
+            importlib.import_module(MODULES[name][0])
+            self.version = peers.distribution_version(MODULES[name][1])
+
+    def bind(self, cell, inputs):
+        return BIND[self.name](self._torch, cell, inputs)
+
+    def evidence(self, cell, inputs):
+        if self.name != OURS:
+            return {}
+        import numbaflash
+
+        caches = inputs.caches[0]
+        return peers.facts_of(numbaflash.explain_decode(inputs.q, *caches, inputs.lengths, inputs.table, causal=True))
+
+
+MODULES = {"fa4": ("flash_attn.cute", "flash-attn-4"), "flashinfer": ("flashinfer", "flashinfer-python")}
+"""What is imported of the libraries that do not come with torch, and the name by which they are installed."""
+
+LIBRARIES = {name: functools.partial(Decoder, name) for name in BIND}
+
+
+class Sample:
+    """The first and the last sequence, as exact attention has them."""
+
+    def __init__(self, cell, inputs):
+        self._cell, self._inputs = cell, inputs
+
+    def judge(self, out) -> tuple[float | None, str | None]:
+        """As that of the samples of batches; how large the error is is told only where it is too large."""
+        import torch
+
+        if not finite(out):
+            return None, f"{WRONG}: NaN or infinite elements"
+        fault = wrong(torch, self._cell, self._inputs, out)
+        return None, fault and f"{WRONG}: {fault}"
+
+
+class Decode(Pass):
+    """Decoding; its only operand is an `Inputs`, in which caches take turns."""
+
+    bench = direction = "decode"
+    kind = DecodeCell
+    classes, libraries, known = LIBRARIES, tuple(LIBRARIES), tuple(LIBRARIES)
+    sample = Sample
+    autograd = False
+
+    @staticmethod
+    def inputs(device, cell, l2_bytes=None):
+        import torch
+
+        return [Inputs(torch, cell, device.l2_bytes if l2_bytes is None else l2_bytes, device.kind)]
+
+    @classmethod
+    def one_set(cls, device, cell):
+        return cls.inputs(device, cell, l2_bytes=1)
+
+    @staticmethod
+    def arrays(sets):
+        return sets
+
+    @staticmethod
+    def compared(sets):
+        """The arrays whose bits must stay what they are."""
+        return [sets[0].q, *sets[0].caches[0], sets[0].lengths]
+
+    @staticmethod
+    def calls(library, sets, cell):
+        (inputs,) = sets
+        call = library.bind(cell, inputs)
+        return lambda: call(*inputs.caches[0]), inputs.cycling(call)
+
+    @staticmethod
+    def figures(cell, ms):
+        return {"tflops": cell.flops / ms / 1e9, "bytes": cell.bytes, "tb_per_s": cell.bytes / ms / 1e9}
+
+    @staticmethod
+    def room(cell, l2_bytes):
+        return cell.cache_bytes * timing.input_sets(cell.cache_bytes, l2_bytes)
+
+    @staticmethod
+    def evidence(library, sets, cell):
+        return library.evidence(cell, *sets)

@@ -161,7 +161,7 @@ class Run:
         try:
             sets = self.what.inputs(self.device, cell)
             sample = self.what.sample(cell, *self.what.arrays(sets))
-            agreement = _Agreement(cell, self.what.arrays(sets))
+            agreement = _Agreement(cell, self.what.compared(sets))
         except Exception as error:  # out of memory, most likely: the other cells are still measured
             self._still_alive(error)
             self.skip(cell, one_line(error), note)

@@ -31,6 +31,11 @@ class Pass:
         """The operands of the first set."""
         return sets[0]
 
+    @staticmethod
+    def compared(sets) -> list:
+        """The arrays whose bits must stay what they are."""
+        return sets[0]
+
     @classmethod
     def calls(cls, library, sets, cell):
         """(call with the first set, call with the next set each time)."""

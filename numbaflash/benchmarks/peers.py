@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 from contextlib import nullcontext
@@ -22,6 +23,10 @@ LABELS = {
     "fa4": "FA4 (flash_attn.cute)",
     "cudnn": "cuDNN (torch SDPA)",
     "fa2": "FA2 (torch SDPA)",
+    "efficient": "memory-efficient (torch SDPA)",
+    "sdpa": "torch SDPA",
+    "xformers": "xformers",
+    "flashinfer": "FlashInfer",
     "dense": "dense (torch matmul + softmax)",
 }
 PREBUILT = (*OWN, "fa4")
@@ -100,9 +105,10 @@ class Numbaflash(Library):
     deterministic = False
 
     def __init__(self):
-        super().__init__()
         import numbaflash
 
+        if importlib.util.find_spec("torch") is not None:  # else arrays are NumPy's
+            super().__init__()
         self._numbaflash = numbaflash
         self.version = numbaflash.__version__
 
@@ -158,7 +164,7 @@ class Fa4(Library):
         super().__init__()
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # read when it is imported
         self._forward = getattr(importlib.import_module("flash_attn.cute"), self.function)
-        self.version = _distribution_version("flash-attn-4")
+        self.version = distribution_version("flash-attn-4")
 
     def bind(self, q, k, v, causal):
         return self._bound(q, k, v, causal=causal)
@@ -202,6 +208,87 @@ class Cudnn(Sdpa):
 
 class Fa2(Sdpa):
     name, backend = "fa2", "FLASH_ATTENTION"
+
+
+class Efficient(Sdpa):
+    name, backend = "efficient", "EFFICIENT_ATTENTION"
+
+    def bind(self, q, k, v, causal):
+        attention, heads = self._torch.nn.functional.scaled_dot_product_attention, q.shape[2]
+
+        def call():
+            rows = (x.transpose(1, 2) for x in (q, _repeated(k, heads), _repeated(v, heads)))  # it has no groups of heads
+            return attention(*rows, is_causal=causal).transpose(1, 2)
+
+        return call
+
+
+class AnySdpa(Sdpa):
+    """The back end that torch chooses."""
+
+    name = "sdpa"
+
+    def __init__(self):
+        Library.__init__(self)
+
+    def scope(self):
+        return nullcontext()
+
+
+def _repeated(x, heads: int):
+    """So many heads, each as often as query heads share it."""
+    batch, rows, kv_heads, dim = x.shape
+    if heads == kv_heads:
+        return x
+    return x[:, :, :, None].expand(batch, rows, kv_heads, heads // kv_heads, dim).reshape(batch, rows, heads, dim)
+
+
+class Xformers(Library):
+    """xformers' memory_efficient_attention, with the kernel that it chooses."""
+
+    name = "xformers"
+
+    def __init__(self):
+        super().__init__()
+        self._ops = importlib.import_module("xformers.ops")
+        self._bias = importlib.import_module("xformers.ops.fmha.attn_bias")
+        self.version = distribution_version("xformers")
+
+    def bind(self, q, k, v, causal):
+        attention = self._ops.memory_efficient_attention
+        bias = self._bias.LowerTriangularFromBottomRightMask() if causal else None
+        if q.shape[2] == k.shape[2]:
+            return lambda: attention(q, k, v, attn_bias=bias)
+        batch, rows, heads, dim = q.shape
+        kv_heads = k.shape[2]
+        grouped = q.view(batch, rows, kv_heads, heads // kv_heads, dim)
+        keys, values = (x[:, :, :, None].expand(*x.shape[:3], heads // kv_heads, dim) for x in (k, v))
+        return lambda: attention(grouped, keys, values, attn_bias=bias).flatten(2, 3)
+
+
+class FlashInfer(Library):
+    """FlashInfer's prefill of a batch, planned before."""
+
+    name = "flashinfer"
+    workspace_bytes = 2**27
+
+    def __init__(self):
+        super().__init__()
+        self._flashinfer, self._workspace = importlib.import_module("flashinfer"), None
+        self.version = distribution_version("flashinfer-python")
+
+    def unfit(self, cell, free_bytes, direction="forward"):
+        return None if direction == "forward" else "it has no gradients"
+
+    def bind(self, q, k, v, causal):
+        torch, (batch, rows, heads, dim) = self._torch, q.shape
+        if self._workspace is None:  # one for all input sets, which are computed one after the other
+            self._workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=q.device)
+        wrapper = self._flashinfer.BatchPrefillWithRaggedKVCacheWrapper(self._workspace, "NHD")
+        ends = torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=q.device)
+        wrapper.plan(ends, ends, heads, k.shape[2], dim, causal=causal, q_data_type=q.dtype)
+        flat = [x.flatten(0, 1) for x in (q, k, v)]
+        return lambda: wrapper.run(*flat).view(q.shape)
 
 
 class Dense(Library):
@@ -248,7 +335,7 @@ def dense(torch, q, k, v, hidden=None):
     return out.view(batch, heads, seqlen_q, v.shape[3]).transpose(1, 2)
 
 
-LIBRARIES = {cls.name: cls for cls in (Numbaflash, NumbaflashDeterministic, Fa4, Cudnn, Fa2, Dense)}
+LIBRARIES = {cls.name: cls for cls in (Numbaflash, NumbaflashDeterministic, Fa4, Cudnn, Fa2, Efficient, AnySdpa, Xformers, FlashInfer, Dense)}
 
 
 def find(names=NAMES, classes=LIBRARIES) -> tuple[dict[str, Library], dict[str, str]]:
@@ -269,7 +356,7 @@ def one_line(error: BaseException, limit=200) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def _distribution_version(name) -> str:
+def distribution_version(name) -> str:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
