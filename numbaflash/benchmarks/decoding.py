@@ -80,6 +80,10 @@ class DecodeCell(AnyCell):
     def equal(self) -> bool:
         return len(set(self.lengths)) == 1
 
+    @property
+    def structure(self) -> DecodeCell:
+        return self
+
     def fields(self) -> dict:
         """The cell as the fields of a record; ``seqlen_k`` is the longest sequence."""
         p = problem_fields(self.problem, self.causal)
@@ -185,7 +189,8 @@ def bind_fa4(torch, cell, inputs):
 
 
 def bind_sdpa(backend=None):
-    """torch's scaled_dot_product_attention, held to one back end, or the one that it chooses. With a mask, the heads of a group stand in the place of queries, which every back end takes."""
+    """torch's scaled_dot_product_attention, held to one back end, or the one that it chooses. With a mask, the heads of a group stand in the place of
+    queries, which every back end takes."""
 
     def bind(torch, cell, inputs):
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -289,8 +294,8 @@ class Decoder(peers.Library):
             return {}
         import numbaflash
 
-        caches = inputs.caches[0]
-        return peers.facts_of(numbaflash.explain_decode(inputs.q, *caches, inputs.lengths, inputs.table, causal=True))
+        plan = numbaflash.plan_decode(inputs.q, *inputs.caches[0], inputs.lengths, inputs.table, causal=True)
+        return peers.facts_of(plan.explain())
 
 
 MODULES = {"fa4": ("flash_attn.cute", "flash-attn-4"), "flashinfer": ("flashinfer", "flashinfer-python")}

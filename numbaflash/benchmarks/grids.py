@@ -167,7 +167,7 @@ class Run:
             self.skip(cell, one_line(error), note)
             return {}
         admitted = {}
-        for name, library in self.libraries.items():
+        for name, library in self._having(cell).items():
             try:
                 reason = library.unfit(cell, self.device.free_bytes(), self.what.direction)
                 if reason is None:
@@ -192,9 +192,12 @@ class Run:
 
     def skip(self, cell, reason, note) -> None:
         """Record of every library why it was not measured on a cell."""
-        for name in self.libraries:
+        for name in self._having(cell):
             self._record(cell, name, {"ms": None, "tflops": None, "skipped": reason})
         note(f"{cell}: left out: {reason}")
+
+    def _having(self, cell):
+        return {name: library for name, library in self.libraries.items() if library.has(cell)}
 
     def _admit(self, library, sets, cell, sample, agreement):
         """(function that calls the library on the next input set, facts for the record, None), or (None, {}, what is wrong)."""

@@ -90,14 +90,18 @@ class Peers:
 
     def _sdpa(self, backend, scenario, options, q, k, v):
         attention, scope, cell = self._torch.nn.functional.scaled_dot_product_attention, self._scope, scenario.cell
-        added = options.get("bias", options.get("mask"))
+        added, causal = options.get("bias", options.get("mask")), cell.causal
         if added is not None:
+            if causal:  # it takes either a mask or the word
+                seen = self._torch.ones(cell.seqlen, cell.seqlen, dtype=self._torch.bool, device=q.device).tril_()
+                added, causal = added & seen if "mask" in options else added.masked_fill(~seen, float("-inf")), False
             added = added.expand(cell.batch, cell.heads, cell.seqlen, cell.seqlen)
+        grouped = {"enable_gqa": True} if cell.heads != cell.kv_heads else {}
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
 
         def call():
             with nullcontext() if backend is None else scope(backend):
-                return attention(q, k, v, added, options.get("dropout", 0.0), cell.causal).transpose(1, 2)
+                return attention(q, k, v, added, options.get("dropout", 0.0), causal, **grouped).transpose(1, 2)
 
         return call
 
@@ -148,7 +152,7 @@ class Peers:
         block_mask = create_block_mask(visible, None, None, cell.seqlen, cell.seqlen, device=q.device) if hides else None
         scores = score if {"softcap", "alibi_slopes", "bias"} & set(options) else None
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return lambda: flex(q, k, v, score_mod=scores, block_mask=block_mask).transpose(1, 2)
+        return lambda: flex(q, k, v, score_mod=scores, block_mask=block_mask, enable_gqa=cell.heads != cell.kv_heads).transpose(1, 2)
 
 
 OPTIONS = {
@@ -386,5 +390,6 @@ class Run(grids.Run):
     def admit(self, cell, note):
         admitted = super().admit(cell, note)
         if OURS in admitted and PLAIN in self.libraries:
-            admitted |= {PLAIN: call for call in self.plain.admit(cell.plain, note).values()}
+            for call in self.plain.admit(cell.plain, note).values():
+                admitted[PLAIN] = call
         return admitted

@@ -51,6 +51,10 @@ class Library:
         self._torch = torch
         self.version = f"torch {torch.__version__}"
 
+    def has(self, cell) -> bool:
+        """Whether there is such a thing in the library at all; where there is not, nothing is said of it."""
+        return True
+
     def unfit(self, cell, free_bytes: int, direction: str = "forward") -> str | None:
         """Why a cell cannot be measured with so much free memory; None when it can."""
         return None

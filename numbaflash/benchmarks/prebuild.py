@@ -142,7 +142,7 @@ def main(arguments) -> int:
         found |= find([name for name in task.libraries if name not in found], task.what.classes)[0]
         with torch.set_grad_enabled(task.what.autograd):
             for library in map(found.get, task.libraries):
-                if library and not library.unfit(task.cell, torch.cuda.mem_get_info()[0], task.what.direction):
+                if library and library.has(task.cell) and not library.unfit(task.cell, torch.cuda.mem_get_info()[0], task.what.direction):
                     print(json.dumps(first_call(task.what, task.cell, library, torch.cuda)), flush=True)
     return 0
 
