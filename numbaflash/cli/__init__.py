@@ -1,6 +1,6 @@
 """The command line. Each command is a module with ``add_parser(commands)`` and ``run(arguments) -> exit status``.
 
-Exit status: 0 done, 1 a comparison or a fuzzed case failed, 2 a wrong argument or file (one line on stderr),
+Exit status: 0 done, 1 a comparison, a verification or a fuzzed case failed, 2 a wrong argument or file (one line on stderr),
 130 interrupted, 141 the reader of the output went away.
 """
 

@@ -1,8 +1,8 @@
 """Verification on the user's machine and shapes, in the order of a careful engineer: ``numbaflash verify``.
 
 ``shapes`` says what is verified; ``configs`` and ``traces`` read it from a model's configuration and from what `numbaflash.record` wrote. ``places``
-are the array libraries, ``inputs`` makes arrays and calls. ``meaning``, ``dispatching``, ``timing``, ``memory`` and ``accuracy`` are the checks,
-``findings`` what they found, and ``report`` shows it.
+are the array libraries, ``inputs`` makes arrays and calls. ``meaning``, ``dispatching``, ``timing``, ``memory``, ``accuracy`` and ``serving`` are the
+checks, ``order`` makes them one after the other, ``findings`` holds what they found, and ``report`` shows it.
 """
 
 from __future__ import annotations

@@ -94,7 +94,6 @@ def longer(call: Call, seqlen: int) -> Call:
     rows = p.seqlen_q if call.direction == "decode" else seqlen
     return replace(
         call,
-        name=f"{call.name}, {seqlen} keys",
         q=(1, rows, p.group, call.q[-1]),
         k=(1, seqlen, 1, call.k[-1]),
         v=(1, seqlen, 1, call.v[-1]),
@@ -133,4 +132,4 @@ def very_long(call: Call, place, family):
     with use_family(family):
         out, lse = inputs.forward()
     text, figures = meaning.sampled(inputs, out, lse, number=5)
-    return text, figures | {"keys": call.problem.seqlen_k}
+    return f"{call.problem.seqlen_k} keys, {text}", figures | {"keys": call.problem.seqlen_k}

@@ -28,7 +28,11 @@ def dispatched(inputs: Inputs, run):
         raise AssertionError(f"explain tells {plan.family} with {plan.config}, and {ran.family} with {ran.config} ran")
     faster = {name: told.families[name] for name in FAMILIES[: FAMILIES.index(plan.family)] if name in told.families}
     text = plan.family + ("" if used else " (as explained; this library tells no more)")
-    text += f", {' x '.join(map(str, plan.grid))} blocks of {plan.threads} threads" if inputs.place.on_gpu else f", {plan.threads} threads"
+    text += (
+        f", {' x '.join(map(str, plan.grid))} blocks of {plan.threads} threads"
+        if inputs.place.on_gpu
+        else f", {plan.threads} thread{'s' * (plan.threads != 1)}"
+    )
     if plan.copies:
         text += f"; copies: {'; '.join(f'{name}, as {reason}' for name, reason in plan.copies.items())}"
     text += "".join(f"; not {name}: {', '.join(reasons)}" for name, reasons in faster.items())

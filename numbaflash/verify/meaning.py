@@ -22,9 +22,9 @@ from .shapes import Call
 SMALL = {"cpu": (333, 200), "cuda": (777, 333)}
 """Longest sequence of the smaller problem, forward and backward, by the kind of device."""
 SMALL_HEADS = 8
-SAMPLE = {"cpu": 2**18, "cuda": 2**23}
+SAMPLE = {"cpu": 2**16, "cuda": 2**23}
 """Scores of a sample."""
-WHOLE = {"cpu": 2**21, "cuda": 2**27}
+WHOLE = {"cpu": 2**19, "cuda": 2**27}
 """Scores of a key head up to which the gradients of its keys are compared."""
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-19, "float64": 2.0**-46}
 """What two orders of the same sums may differ by, in units of the largest value: weights are rounded to 16 bits, or sums to a few hundred eps."""
@@ -147,7 +147,7 @@ def _shown(worst) -> str:
     return "largest error " + ", ".join(f"{name} {x:.2f}" for name, x in worst.items() if x is not None) + " of what the rule allows"
 
 
-def parts_of(inputs: Inputs, work: int, number: int = 9):
+def parts_of(inputs: Inputs, work: int, number: int = 6):
     """Samples: rows of a few heads, of several batch entries; the first and the last rows always."""
     p, rng = inputs.call.problem, inputs.place.rng
     group, found = p.group, []
@@ -170,7 +170,7 @@ def parts_of(inputs: Inputs, work: int, number: int = 9):
     return found
 
 
-def sampled(inputs: Inputs, out, lse, gradients=None, *, number: int = 9):
+def sampled(inputs: Inputs, out, lse, gradients=None, *, number: int = 6):
     """Samples of results at their real size, against the reference."""
     if inputs.call.numbers.get("dropout"):
         return "not sampled: what dropout drops depends on places in the whole", {"status": "skip"}

@@ -49,9 +49,9 @@ def check_fits(calls: list[Call], place, plan_bytes) -> None:
             )
 
 
-def split(inputs: Inputs, run, plan, results_known: int | None = None):
+def split(inputs: Inputs, run):
     """Inputs, cache, workspace and reserve, and the measured peak of a call beyond its inputs."""
-    call, place = inputs.call, inputs.place
+    call, place, plan = inputs.call, inputs.place, inputs.explain().plan
     run()
     place.synchronize()
     with place.peak() as peak:
@@ -59,7 +59,7 @@ def split(inputs: Inputs, run, plan, results_known: int | None = None):
         place.synchronize()
     workspace = plan.workspace_bytes + WORKSPACE_ALIGNMENT if plan is not None and plan.workspace_bytes else 0
     copies = sum(_bytes_of(call, name) for name in plan.copies) if plan is not None else 0
-    results = call.result_bytes if results_known is None else results_known
+    results = call.result_bytes
     measured, reserve = peak.get("bytes"), place.reserve()
     figures = {
         "inputs": call.input_bytes,

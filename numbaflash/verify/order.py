@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 from .. import dispatch
 from ..dispatch import make_backward_plan, make_decode_plan, make_plan, use_family
 from ..problem import UnsupportedError
 from ..support import contiguous_backward_layouts, contiguous_layouts
-from . import accuracy, dispatching, meaning, memory, timing
+from ..testing import ahead
+from . import accuracy, dispatching, meaning, memory, serving, timing
+from .blas import one_thread
 from .findings import FAIL, INFO, SKIP, Report
 from .inputs import Inputs
 from .places import Place
 from .shapes import Call, without_pages
 
-SHARES = {"meaning": 0.45, "dispatch": 0.5, "time": 0.65, "memory": 0.7, "accuracy": 1.0}
+SHARES = {"meaning": 0.45, "dispatch": 0.5, "time": 0.65, "memory": 0.67, "accuracy": 0.85, "service": 1.0}
 """Part of the whole time by which each check ends; what one leaves over is the next one's."""
 
 
-def verify(calls: list[Call], place: Place, report: Report, *, family: str | None = None, peers: bool = True) -> Report:
+def verify(calls: list[Call], place: Place, report: Report, *, family: str | None = None, checks=tuple(SHARES)) -> Report:
     """Check the calls, one check after the other.
 
     Parameters
@@ -29,8 +32,8 @@ def verify(calls: list[Call], place: Place, report: Report, *, family: str | Non
         Where findings go; it says how much time there is.
     family : str, optional
         Kernel family to force.
-    peers : bool
-        Also time torch's attention, where the arrays are torch's.
+    checks : sequence of str
+        Those of `SHARES` to make.
 
     Returns
     -------
@@ -43,8 +46,8 @@ def verify(calls: list[Call], place: Place, report: Report, *, family: str | Non
     """
     calls = _possible(calls, place, family, report)
     memory.check_fits(calls, place, lambda call: _workspace(call, place, family))
-    with use_family(family):
-        _Verification(calls, place, report, family, peers).run()
+    with use_family(family), nullcontext() if place.on_gpu else one_thread():
+        _Verification(calls, place, report, family, checks).run()
     return report
 
 
@@ -83,22 +86,32 @@ def _workspace(call, place, family) -> int:
 
 
 class _Verification:
-    def __init__(self, calls, place, report, family, peers):
-        self.calls, self.place, self.report, self.family, self.peers = calls, place, report, family, peers
+    def __init__(self, calls, place, report, family, checks):
+        self.calls, self.place, self.report, self.family, self.checks = calls, place, report, family, checks
         self.seconds: dict[str, float] = {}
-        self.plans: dict[str, object] = {}
 
     def run(self):
-        self._meaning()
-        self._on_real_arrays()
-        self._accuracy()
+        if "meaning" in self.checks:
+            self._meaning()
+        if {"dispatch", "time", "memory"} & set(self.checks):
+            self._on_real_arrays()
+        if "accuracy" in self.checks:
+            self._accuracy()
+        if "service" in self.checks:
+            self._service()
 
     def _meaning(self):
         self.report.share(SHARES["meaning"])
+        self._build([meaning.case_of(call, self.place) for call in self.calls if call.direction != "decode"])
         for n, call in enumerate(self.calls):
             self.report.step("meaning", f"{call.name}, smaller", lambda call=call: meaning.small(call, self.place, self.family), needed=n < 4)
         for n, call in enumerate(self.calls):
             self._real_size(call, needed=n < 4)
+
+    def _build(self, cases):
+        """Build the kernels of a GPU in parallel before they are needed; on the CPU the first call of each compiles it."""
+        if self.place.on_gpu:
+            ahead.build(cases, self.place.device, self.family, self.place.testing_library)
 
     def _real_size(self, call, needed):
         """Samples of it, and all of it in other parts."""
@@ -137,35 +150,31 @@ class _Verification:
                 self.report.add("dispatch", call.name, FAIL, f"{type(error).__name__}: {' '.join(str(error).split())}")
         self.report.share(SHARES["dispatch"])
         for call in self.calls:
-            if call.name in runs:
-                self.report.step("dispatch", call.name, lambda call=call: self._dispatch(call, *runs[call.name]), needed=True)
+            if call.name in runs and "dispatch" in self.checks:
+                self.report.step("dispatch", call.name, lambda call=call: dispatching.dispatched(*runs[call.name]), needed=True)
         self.report.share(SHARES["time"])
-        self._time(runs)
+        if "time" in self.checks:
+            self._time(runs)
         self.report.share(SHARES["memory"])
         for call in self.calls:
-            if call.name in runs:
-                inputs, run, _ = runs[call.name]
-                self.report.step("memory", call.name, lambda inputs=inputs, run=run: memory.split(inputs, run, self.plans.get(inputs.call.name)))
+            if call.name in runs and "memory" in self.checks:
+                inputs, run = runs[call.name]
+                self.report.step("memory", call.name, lambda inputs=inputs, run=run: memory.split(inputs, run), needed=True)
         runs.clear()
         self.place.release()
 
     def _runner(self, call):
-        """(inputs, the call by itself, whatever it is made of)."""
+        """(inputs, the call by itself)."""
         inputs = Inputs.of(call, self.place)
         if call.direction != "backward":
-            return inputs, inputs.forward, None
+            return inputs, inputs.forward
         results = inputs.forward()
-        return inputs, lambda: inputs.backward(*results), results
-
-    def _dispatch(self, call, inputs, run, _):
-        text, figures = dispatching.dispatched(inputs, run)
-        self.plans[call.name] = inputs.explain().plan
-        return text, figures
+        return inputs, lambda: inputs.backward(*results)
 
     def _time(self, runs):
         known = {call.name: call for call in self.calls}
         try:
-            times = timing.measure(self.place, {name: run for name, (_, run, _) in runs.items()} | self._peers(runs, known), self.report.left)
+            times = timing.measure(self.place, {name: run for name, (_, run) in runs.items()} | self._peers(runs, known), self.report.left)
         except Exception as error:
             self.report.add("time", "all calls", FAIL, f"{type(error).__name__}: {' '.join(str(error).split())}")
             return
@@ -178,12 +187,12 @@ class _Verification:
 
     def _peers(self, runs, known) -> dict:
         """torch's own attention of the same arrays, where it has such a thing."""
-        if not self.peers or self.place.library != "torch":
+        if self.place.library != "torch":
             return {}
         import torch
 
         found = {}
-        for name, (inputs, _, _) in runs.items():
+        for name, (inputs, _) in runs.items():
             call = known[name]
             if call.direction != "forward" or call.arrays or set(_given(call)) - {"causal", "scale"} or call.numbers.get("causal") == "top_left":
                 continue
@@ -204,6 +213,14 @@ class _Verification:
                 found[name + PEER] = peer
         return found
 
+    def _seconds(self, call) -> float:
+        """What a call takes, also where it has not been timed."""
+        if call.name not in self.seconds:
+            _, run = self._runner(call)
+            run()
+            self.seconds[call.name], _ = self.place.seconds(run)
+        return self.seconds[call.name]
+
     def _accuracy(self):
         self.report.share(SHARES["accuracy"])
         place, report = self.place, self.report
@@ -211,17 +228,22 @@ class _Verification:
         for call in self.calls:
             plain = set(call.arrays) <= {"alibi_slopes", "sinks", "seqlens_k", "page_table"} and not call.latent and not call.numbers.get("dropout")
             kind = (call.direction, str(_given(call)))
-            if call.direction == "backward" or not plain or kind in seen or call.name not in self.seconds:
+            if call.direction == "backward" or not plain or kind in seen:
                 continue
             seen.add(kind)
             long.append(call)
         for call in long:
-            keys = accuracy.longest(call, place, report.left() / (2 * len(long) + 1), self.seconds[call.name])
-            much = accuracy.longer(call, keys)
-            report.step("accuracy", f"very long: {much.name}", lambda much=much: accuracy.very_long(much, place, self.family))
+
+            def look(call=call):
+                keys = accuracy.longest(call, place, report.left() / (2 * len(long) + 1), self._seconds(call))
+                return accuracy.very_long(accuracy.longer(call, keys), place, self.family)
+
+            report.step("accuracy", f"very long: {call.name}", look)
             place.release()
-        late = []
-        for name, case in accuracy.special_cases(self.calls):
+        late, cases = [], accuracy.special_cases(self.calls)
+        if report.left() > 0:
+            self._build([case for _, case in cases])
+        for name, case in cases:
             if case.direction == "backward" and place.library == "jax":
                 continue
             if self.family is not None and dispatch.family(self.family, case.direction).supports(case.problem, place.device):
@@ -232,6 +254,19 @@ class _Verification:
                 report.step("accuracy", f"special: {name}", lambda case=case: accuracy.special(case, place, self.family))
         if late:
             report.add("accuracy", f"special: {len(late)} more", SKIP, f"no time left (--budget) for {'; '.join(late)}")
+
+    def _service(self):
+        report = self.report
+        report.share(SHARES["service"])
+        reason = serving.why_not(self.calls, report.left())
+        if reason is not None:
+            report.add("service", "a small server", SKIP, reason)
+            return
+
+        def left_out(engine, why):
+            report.add("service", f"a small server with {engine}", SKIP, f"left out, {why}")
+
+        report.step("service", "a small server", lambda: serving.serve(self.calls, self.place, left_out), needed=True)
 
 
 PEER = ", torch's attention"

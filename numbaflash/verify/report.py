@@ -30,10 +30,12 @@ def table(report: Report) -> str:
         counts = "  ".join(f"{sum(finding.status == status for finding in of):4}" for status in (PASS, FAIL, SKIP, INFO))
         lines.append(f"{check:{width}}  {counts}  {sum(finding.seconds for finding in of):7.1f}")
     failed = [finding for finding in report.findings if finding.status == FAIL]
-    if not report.findings or not any(finding.status == PASS for finding in report.findings):
+    if not failed and not any(finding.status in (PASS, INFO) for finding in report.findings):
         verdict = "nothing was verified"
     else:
         verdict = f"{len(failed)} of {len(report.findings)} findings FAILED" if failed else "no check failed"
+        late = sum(finding.status == SKIP for finding in report.findings)
+        verdict += f", {late} skipped" if late else ""
     lines += ["", f"{verdict}, in {report.elapsed:.0f} s"]
     return "\n".join(lines + [f"  {finding.check}: {finding.name}" for finding in failed])
 

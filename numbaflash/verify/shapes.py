@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from ..problem import ITEMSIZE, PACKED, Problem, make_decode_problem, make_packed_problem, make_problem
 
 NUMBERS = {
@@ -152,11 +154,10 @@ class Call:
         p = self.problem
         if p.masked or p.seqlens_q or p.packed:
             return None
-        total = 0
-        for i in range(p.seqlen_q):
-            low = 0 if p.left is None else max(0, i + p.offset - p.left)
-            high = p.seqlen_k - 1 if p.right is None else min(p.seqlen_k - 1, i + p.offset + p.right)
-            total += max(0, high - low + 1)
+        place = np.arange(p.seqlen_q) + p.offset
+        low = 0 if p.left is None else np.maximum(place - p.left, 0)
+        high = p.seqlen_k - 1 if p.right is None else np.minimum(place + p.right, p.seqlen_k - 1)
+        total = int(np.maximum(high - low + 1 + 0 * place, 0).sum())
         return total * p.batch * p.heads
 
     def __str__(self):

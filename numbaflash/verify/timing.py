@@ -60,11 +60,11 @@ def summary(call, times) -> tuple[str, dict]:
         "host_seconds": median(times["host"]),
     }
     text = f"{seconds_text(middle)} ({seconds_text(low)} to {seconds_text(high)})"
-    if call.direction == "decode":
+    if call.direction == "decode" and call.problem.left is None:  # a window leaves most of a cache alone
         read = call.input_bytes + call.cache_bytes
         figures["bytes_a_second"] = read / middle
         text += f", {read / middle / 1e9:.3g} GB/s of its cache and inputs"
-    elif call.pairs:
+    elif call.direction != "decode" and call.pairs:
         p = call.problem
         products = 2 * (p.head_dim + p.head_dim_v) if call.direction == "forward" else 2 * (3 * p.head_dim + 2 * p.head_dim_v)
         figures["flops"] = products * call.pairs / middle
