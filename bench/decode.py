@@ -3,20 +3,25 @@
 A token (or a few) of each sequence against all keys before it: one request, batches of equal and of mixed lengths, several numbers of key heads and
 sizes of pages. What counts is bytes: the keys and values that are attended to, over the time, as a share of what a copy on the device moves in the
 same run (read and written). Libraries take turns (`bench.timing`), caches are rotated past the L2 cache, and every result is compared with float64 on
-two sequences before it is timed. Torch's back ends know no pages and no lengths: they have contiguous caches, and a mask where lengths are mixed.
+three sequences before it is timed. Torch's back ends know no pages and no lengths: they have contiguous caches, and a mask where lengths are mixed.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import random
 import sys
 import time
 from dataclasses import dataclass
 from itertools import product
 
+from numbaflash.problem import make_problem
+from numbaflash.testing import accuracy as rule
+
 from . import gpu, records, timing
+from .accuracy import WRONG
 from .grids import choices, integers
 from .peers import OURS, one_line
 from .progress import Progress
@@ -24,7 +29,7 @@ from .progress import Progress
 PROGRAM, BENCH = "bench.decode", "decode"
 HEADS = {"mha": (32, 32), "gqa": (32, 8), "mqa": (32, 1)}
 PEERS = ("fa4", "fa2", "cudnn", "efficient", "flashinfer")
-SEED, TOLERANCE, MOST_BYTES = 1, 0.03, 60e9
+SEED, MOST_BYTES = 1, 60e9
 HOST_CALLS = 500
 
 
@@ -137,21 +142,38 @@ class Inputs:
         return tuple(x[pages].flatten(0, 1)[:n] for x in self.caches[0])
 
 
-def wrong(torch, cell, inputs, out) -> str | None:
-    """What is wrong with a result, on the first and the last sequence; None when nothing is."""
-    if tuple(out.shape) != tuple(inputs.q.shape):
-        return f"a result of shape {tuple(out.shape)}"
-    group, worst = cell.heads // cell.kv_heads, 0.0
-    for b in {0, len(cell.lengths) - 1}:
-        n = cell.lengths[b]
-        k, v = (x.double() for x in inputs.gathered(b, n))
-        q = inputs.q[b].double().view(cell.tokens, cell.kv_heads, group, cell.head_dim)
-        scores = torch.einsum("qhgd,khd->hgqk", q, k) * cell.head_dim**-0.5
-        hidden = torch.arange(n, device=q.device) > torch.arange(cell.tokens, device=q.device)[:, None] + n - cell.tokens
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-        want = torch.einsum("hgqk,khd->qhgd", weights, v).reshape(cell.tokens, cell.heads, cell.head_dim)
-        worst = max(worst, (out[b].double() - want).abs().max().item())
-    return None if worst <= TOLERANCE else f"errs by {worst:.3g}"
+class Sample:
+    """Exact results of the first, the longest and the last sequence, for `numbaflash.testing`'s accuracy rule to compare with.
+
+    Its tolerance follows the size of the results, which shrinks with the number of keys: of random values 128k keys leave hundredths, and a fixed
+    tolerance that suits 1k would take zeros for right.
+    """
+
+    def __init__(self, cell, inputs):
+        longest = cell.lengths.index(max(cell.lengths))
+        self._shapes = {tuple(inputs.q.shape), (len(cell.lengths), cell.tokens, cell.kv_heads, cell.heads // cell.kv_heads, cell.head_dim)}
+        self._shape, self._expected = tuple(inputs.q.shape), []
+        for b in dict.fromkeys((0, longest, len(cell.lengths) - 1)):
+            q, (k, v) = inputs.q[b : b + 1], (x[None] for x in inputs.gathered(b, cell.lengths[b]))
+            problem = make_problem(q.shape, k.shape, v.shape, ("bfloat16",) * 3, causal=True)
+            self._expected.append((b, rule.expected(problem, q, k, v)))
+
+    def judge(self, out) -> tuple[float, str | None]:
+        """Largest error of a sampled element in units of its tolerance, and what is wrong with a result, or None.
+
+        The axis of heads may be split into that of key heads and that of their groups, which spares a library a copy that is not its own.
+        """
+        if tuple(out.shape) not in self._shapes:
+            return math.inf, f"{WRONG}: shape {tuple(out.shape)}, expected {self._shape}"
+        if not bool(out.isfinite().all()):
+            return math.inf, f"{WRONG}: NaN or infinite elements"
+        worst, out = 0.0, out.reshape(self._shape)
+        for b, expected in self._expected:
+            try:
+                worst = max(worst, rule.compare(expected, out[b : b + 1]).out)
+            except rule.AccuracyError as error:
+                return math.inf, f"{WRONG}: {' '.join(str(error).split())}, of sequence {b}"
+        return worst, None
 
 
 # ---- libraries: each returns a function of (k_cache, v_cache), or raises what it cannot do
@@ -253,16 +275,16 @@ BIND = {
 
 def admit(torch, cell, inputs, names, note, bind=BIND) -> dict:
     """The calls of those libraries that can do the cell and do it right."""
-    calls = {}
+    calls, sample = {}, Sample(cell, inputs)
     for name in names:
         try:
             call = bind[name](torch, cell, inputs)
-            fault = wrong(torch, cell, inputs, call(*inputs.caches[0]))
+            _, fault = sample.judge(call(*inputs.caches[0]))
         except Exception as error:  # of a library that is not ours anything may come
             note(name, one_line(error))
             continue
         if fault:
-            note(name, f"wrong: {fault}")
+            note(name, fault)
         else:
             calls[name] = inputs.cycling(call)
     return calls

@@ -42,10 +42,28 @@ def test_libraries_that_are_right_are_admitted_and_others_named(page_size, token
     bind = decode.BIND | {"fa4": planted, "cudnn": broken}
     calls = decode.admit(torch, cell, inputs, ["numbaflash", "fa4", "cudnn", "efficient"], said.__setitem__, bind)
     assert "numbaflash" in calls and "fa4" not in calls and "cudnn" not in calls
-    assert said["fa4"].startswith("wrong: errs by 0.") and said["cudnn"] == "RuntimeError: no such kernel"
+    assert said["fa4"].startswith("wrong result: ") and said["fa4"].endswith("of sequence 2") and said["cudnn"] == "RuntimeError: no such kernel"
     if page_size:
         assert said["efficient"] == "NotImplementedError: it knows no pages"
     calls["numbaflash"]()
+
+
+def test_wrong_results_of_many_keys_are_refused():
+    """Their elements are all small: of 32k keys none is above 0.03, so that no fixed tolerance tells them from zeros."""
+    cell = decode.DecodeCell("long", (32768,), 2, 1, 64, 0)
+    inputs = decode.Inputs(torch, cell, 1, "cpu")
+    sample, (k, v) = decode.Sample(cell, inputs), inputs.gathered(0, 32768)
+    weights = torch.einsum("hd,kd->hk", inputs.q[0, 0].double(), k[:, 0].double()) / 8
+
+    def attended(weights, v=v):
+        return (weights.softmax(-1) @ v[:, 0].double()).bfloat16()[None, None]
+
+    right = attended(weights)
+    error, fault = sample.judge(right)
+    assert fault is None and error < 1 and right.abs().max() < 0.05
+    for wrong in (right * 0, right.flip(2), attended(weights * 1.5), attended(weights[:, :16384], v[:16384]), right * float("nan"), right[:, :, :1]):
+        assert sample.judge(wrong)[1].startswith("wrong result: ")
+    assert sample.judge(right.view(1, 1, 1, 2, 64))[1] is None, "heads by key heads"
 
 
 def record(lengths, library, ms, page=0, **more):
