@@ -1,36 +1,35 @@
-"""Decoding with a cache beside FA4 and torch's back ends: ``python -m bench.decode``.
+"""Decoding with a cache beside FA4, torch's back ends and FlashInfer: ``python -m bench.decode``.
 
 A token (or a few) of each sequence against all keys before it: one request, batches of equal and of mixed lengths, several numbers of key heads and
 sizes of pages. What counts is bytes: the keys and values that are attended to, over the time, as a share of what a copy on the device moves in the
-same run (read and written). Libraries take turns (`bench.timing`), caches are rotated past the L2 cache, and every result is compared with float64 on
-three sequences before it is timed. Torch's back ends know no pages and no lengths: they have contiguous caches, and a mask where lengths are mixed.
+same rounds (read and written). Libraries take turns (`bench.timing`), each in a CUDA graph of many calls, and beside mixed lengths ours with the same
+bytes at equal lengths; caches are rotated past the L2 cache, and every result is compared with float64 on three sequences before it is timed.
+`bench.decode_peers` has what the libraries get.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import math
 import random
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
-from numbaflash.problem import make_problem
-from numbaflash.testing import accuracy as rule
-
-from . import gpu, records, timing
-from .accuracy import WRONG
-from .grids import choices, integers
+from . import decode_timing, gpu, records, timing
+from .decode_peers import BIND, SDPA, SEED, DecodeCell, Inputs, Sample, admit, sdpa_form, versions
+from .decode_report import PEERS, table
+from .grids import check_run_options, choices, integers, words
 from .peers import OURS, one_line
 from .progress import Progress
 
 PROGRAM, BENCH = "bench.decode", "decode"
 HEADS = {"mha": (32, 32), "gqa": (32, 8), "mqa": (32, 1)}
-PEERS = ("fa4", "fa2", "cudnn", "efficient", "flashinfer")
-SEED, MOST_BYTES = 1, 60e9
-HOST_CALLS = 500
+MOST_BYTES = 60e9
+COPY, COPY_BYTES, EQUAL = "copy", 2**30, "numbaflash-equal"
+HOST_BYTES = 2**28
+"""Cells with less are those where the cost of a launch tells."""
 
 
 def mixed_lengths(batch: int, least: int = 128, most: int = 32768) -> tuple[int, ...]:
@@ -60,274 +59,19 @@ LENGTHS = {
     "64 mixed equal": same_bytes(mixed_lengths(64)),
     "256 mixed": mixed_lengths(256),
 }
-"""Scenarios; "64 mixed equal" is what "64 mixed" is held against."""
+"""Scenarios. Mixed lengths are held against the same bytes at equal lengths in their own rounds; "64 mixed equal" is for the peers at these."""
 
 
-@dataclass(frozen=True)
-class DecodeCell:
-    """What is decoded."""
-
-    name: str
-    lengths: tuple[int, ...]
-    heads: int
-    kv_heads: int
-    head_dim: int
-    page_size: int
-    tokens: int = 1
-
-    @property
-    def bytes(self) -> int:
-        """Of the keys and values that are attended to, in 16 bits."""
-        return sum(self.lengths) * self.kv_heads * self.head_dim * 2 * 2
-
-    @property
-    def capacity(self) -> int:
-        return -(-max(self.lengths) // max(self.page_size, 1)) * max(self.page_size, 1)
-
-    @property
-    def cache_bytes(self) -> int:
-        """Of the caches as they are allocated."""
-        rows = self.pages * self.page_size if self.page_size else len(self.lengths) * self.capacity
-        return rows * self.kv_heads * self.head_dim * 2 * 2
-
-    @property
-    def pages(self) -> int:
-        return sum(-(-n // self.page_size) for n in self.lengths) if self.page_size else 0
-
-    @property
-    def equal(self) -> bool:
-        return len(set(self.lengths)) == 1
-
-    def __str__(self):
-        pages = f"pages of {self.page_size}" if self.page_size else "contiguous"
-        return f"{self.name}, {self.heads}/{self.kv_heads}, D {self.head_dim}, {pages}" + (f", {self.tokens} tokens" if self.tokens > 1 else "")
+def equal_twin(cell) -> DecodeCell:
+    """As many keys in sequences of equal lengths."""
+    return replace(cell, name=f"{cell.name} equal", lengths=same_bytes(cell.lengths))
 
 
-class Inputs:
-    """Arrays of a cell on the GPU: as many caches as keep the L2 cache cold."""
-
-    def __init__(self, torch, cell: DecodeCell, l2_bytes: int, device="cuda"):
-        def random_of(*shape):
-            return torch.randn(*shape, device=device, dtype=torch.bfloat16, generator=generator)
-
-        generator = torch.Generator(device=device).manual_seed(SEED)
-        batch = len(cell.lengths)
-        self.q = random_of(batch, cell.tokens, cell.heads, cell.head_dim)
-        self.lengths = torch.tensor(cell.lengths, device=device, dtype=torch.int32)
-        self.table = None
-        rows = (batch, cell.capacity)
-        if cell.page_size:
-            rows = (cell.pages, cell.page_size)
-            order = torch.randperm(cell.pages, generator=torch.Generator().manual_seed(SEED)).to(torch.int32)
-            table = torch.zeros(batch, cell.capacity // cell.page_size, dtype=torch.int32)
-            at = 0
-            for b, n in enumerate(cell.lengths):
-                count = -(-n // cell.page_size)
-                table[b, :count] = order[at : at + count]
-                at += count
-            self.table = table.to(device)
-        sets = timing.input_sets(cell.cache_bytes, l2_bytes)
-        self.caches = [tuple(random_of(*rows, cell.kv_heads, cell.head_dim) for _ in range(2)) for _ in range(sets)]
-
-    def cycling(self, function):
-        """A call with the caches in turn."""
-        caches = itertools.cycle(self.caches)
-        return lambda: function(*next(caches))
-
-    def gathered(self, b: int, n: int):
-        """Keys and values of a sequence, of the first caches."""
-        if self.table is None:
-            return tuple(x[b, :n] for x in self.caches[0])
-        pages = self.table[b, : -(-n // self.caches[0][0].shape[1])].long()
-        return tuple(x[pages].flatten(0, 1)[:n] for x in self.caches[0])
-
-
-class Sample:
-    """Exact results of the first, the longest and the last sequence, for `numbaflash.testing`'s accuracy rule to compare with.
-
-    Its tolerance follows the size of the results, which shrinks with the number of keys: of random values 128k keys leave hundredths, and a fixed
-    tolerance that suits 1k would take zeros for right.
-    """
-
-    def __init__(self, cell, inputs):
-        longest = cell.lengths.index(max(cell.lengths))
-        self._shapes = {tuple(inputs.q.shape), (len(cell.lengths), cell.tokens, cell.kv_heads, cell.heads // cell.kv_heads, cell.head_dim)}
-        self._shape, self._expected = tuple(inputs.q.shape), []
-        for b in dict.fromkeys((0, longest, len(cell.lengths) - 1)):
-            q, (k, v) = inputs.q[b : b + 1], (x[None] for x in inputs.gathered(b, cell.lengths[b]))
-            problem = make_problem(q.shape, k.shape, v.shape, ("bfloat16",) * 3, causal=True)
-            self._expected.append((b, rule.expected(problem, q, k, v)))
-
-    def judge(self, out) -> tuple[float, str | None]:
-        """Largest error of a sampled element in units of its tolerance, and what is wrong with a result, or None.
-
-        The axis of heads may be split into that of key heads and that of their groups, which spares a library a copy that is not its own.
-        """
-        if tuple(out.shape) not in self._shapes:
-            return math.inf, f"{WRONG}: shape {tuple(out.shape)}, expected {self._shape}"
-        if not bool(out.isfinite().all()):
-            return math.inf, f"{WRONG}: NaN or infinite elements"
-        worst, out = 0.0, out.reshape(self._shape)
-        for b, expected in self._expected:
-            try:
-                worst = max(worst, rule.compare(expected, out[b : b + 1]).out)
-            except rule.AccuracyError as error:
-                return math.inf, f"{WRONG}: {' '.join(str(error).split())}, of sequence {b}"
-        return worst, None
-
-
-# ---- libraries: each returns a function of (k_cache, v_cache), or raises what it cannot do
-
-
-def bind_numbaflash(torch, cell, inputs):
-    import numbaflash
-
-    plan = numbaflash.plan_decode(inputs.q, *inputs.caches[0], inputs.lengths, inputs.table, causal=True)
-    return lambda k, v: plan.run(inputs.q, k, v, inputs.lengths, inputs.table)
-
-
-def bind_fa4(torch, cell, inputs):
-    from flash_attn.cute import flash_attn_varlen_func
-
-    batch, tokens = inputs.q.shape[:2]
-    q = inputs.q.flatten(0, 1)
-    ends = torch.arange(0, (batch + 1) * tokens, tokens, device="cuda", dtype=torch.int32)
-    options = {
-        "cu_seqlens_q": ends,
-        "max_seqlen_q": tokens,
-        "max_seqlen_k": max(cell.lengths),
-        "seqused_k": inputs.lengths,
-        "causal": True,
-        "num_splits": 0,
-    }
-    if inputs.table is not None:
-        options["page_table"] = inputs.table
-
-    def call(k, v):
-        found = flash_attn_varlen_func(q, k, v, **options)
-        return (found[0] if isinstance(found, tuple) else found).view(inputs.q.shape)
-
-    try:
-        call(*inputs.caches[0])
-    except AssertionError:  # it chose to split the keys, for which it has no kernel on Hopper
-        options["num_splits"] = 1
-    return call
-
-
-def bind_sdpa(backend):
-    """torch's scaled_dot_product_attention. With a mask, the heads of a group stand in the place of queries, which every back end takes."""
-
-    def bind(torch, cell, inputs):
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        if cell.page_size:
-            raise NotImplementedError("it knows no pages")
-        if cell.tokens > 1:
-            raise NotImplementedError("it has no causal mask of the last tokens")
-        attention, chosen = torch.nn.functional.scaled_dot_product_attention, getattr(SDPBackend, backend)
-        q = inputs.q.transpose(1, 2)
-        if cell.equal:
-
-            def call(k, v):
-                with sdpa_kernel(chosen):
-                    return attention(q, k.transpose(1, 2), v.transpose(1, 2), enable_gqa=cell.heads != cell.kv_heads).transpose(1, 2)
-
-            return call
-        grouped = inputs.q.view(len(cell.lengths), cell.kv_heads, -1, cell.head_dim)
-        mask = (torch.arange(cell.capacity, device=grouped.device) < inputs.lengths[:, None])[:, None, None]
-
-        def masked(k, v):
-            with sdpa_kernel(chosen):
-                return attention(grouped, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask).reshape(inputs.q.shape)
-
-        return masked
-
-    return bind
-
-
-def bind_flashinfer(torch, cell, inputs):
-    import flashinfer
-
-    if not cell.page_size or cell.tokens > 1:
-        raise NotImplementedError("its wrapper of batches has pages, and a token each")
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(2**27, dtype=torch.uint8, device="cuda"), "NHD")
-    counts = torch.tensor([-(-n // cell.page_size) for n in cell.lengths], dtype=torch.int32)
-    ends = torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0).to(torch.int32)])
-    numbers = torch.cat([inputs.table[b, :n] for b, n in enumerate(counts.tolist())])
-    last = torch.tensor([(n - 1) % cell.page_size + 1 for n in cell.lengths], dtype=torch.int32)
-    wrapper.plan(ends.cuda(), numbers, last.cuda(), cell.heads, cell.kv_heads, cell.head_dim, cell.page_size, q_data_type=torch.bfloat16)
-    q = inputs.q[:, 0]
-    return lambda k, v: wrapper.run(q, (k, v)).view(inputs.q.shape)
-
-
-BIND = {
-    OURS: bind_numbaflash,
-    "fa4": bind_fa4,
-    "fa2": bind_sdpa("FLASH_ATTENTION"),
-    "cudnn": bind_sdpa("CUDNN_ATTENTION"),
-    "efficient": bind_sdpa("EFFICIENT_ATTENTION"),
-    "flashinfer": bind_flashinfer,
-}
-
-
-# ---- a run
-
-
-def admit(torch, cell, inputs, names, note, bind=BIND) -> dict:
-    """The calls of those libraries that can do the cell and do it right."""
-    calls, sample = {}, Sample(cell, inputs)
-    for name in names:
-        try:
-            call = bind[name](torch, cell, inputs)
-            _, fault = sample.judge(call(*inputs.caches[0]))
-        except Exception as error:  # of a library that is not ours anything may come
-            note(name, one_line(error))
-            continue
-        if fault:
-            note(name, fault)
-        else:
-            calls[name] = inputs.cycling(call)
-    return calls
-
-
-def copy_rate(clock, torch) -> float:
-    """Bytes a second that a copy on the device reads and writes, in all."""
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+def copier(torch):
+    """A call that copies `COPY_BYTES` on the device."""
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    ms = timing.measure(clock, {"copy": lambda: target.copy_(source)}, rounds=5, target_ms=10.0)["copy"].summary()["ms"]
-    return 2 * source.numel() / ms * 1e3
-
-
-def in_a_graph(torch, call, calls: int = 32, rounds: int = 7) -> float:
-    """Milliseconds a call on the device, of many captured in one CUDA graph."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    times = []
-    for _ in range(rounds + 1):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / calls)
-    return sorted(times[1:])[rounds // 2]
-
-
-def host_microseconds(torch, call, calls: int = HOST_CALLS, rounds: int = 5) -> float:
-    """What a call keeps the host, the least of several rounds."""
-    best = float("inf")
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        best = min(best, (time.perf_counter() - start) / calls)
-    torch.cuda.synchronize()
-    return best * 1e6
+    return lambda: target.copy_(source)
 
 
 def record_of(cell, name, common, **more) -> dict:
@@ -344,7 +88,7 @@ def record_of(cell, name, common, **more) -> dict:
         "head_dim_v": cell.head_dim,
         "causal": True,
         "library": name,
-        "version": common.get("versions", {}).get(name, common.get("torch", "")),
+        "version": common.get("versions", {}).get(name, "unknown"),
         "ms": None,
         "tflops": None,
         "lengths": cell.name,
@@ -354,111 +98,136 @@ def record_of(cell, name, common, **more) -> dict:
     }
 
 
-def run(options, torch, clock, common) -> list[dict]:
-    """Records of all cells."""
-    found, copied = [], copy_rate(clock, torch)
-    end, progress = time.monotonic() + options.budget, Progress(len(options.cells), PROGRAM)
-    for cell in options.cells:
+class Run:
+    """Measures cells and gathers the records.
+
+    Parameters
+    ----------
+    options : argparse.Namespace
+        From `parse`.
+    torch : module
+    clock : bench.gpu.Gpu
+    common : dict
+        Fields of every record, and ``versions``.
+    copy : callable
+        Copies `COPY_BYTES`.
+    place : str
+        torch's name of the device that arrays are on.
+    bind : dict of str to callable
+    capture : callable
+        `bench.decode_timing.captured`.
+    """
+
+    def __init__(self, options, torch, clock, common, copy, *, place="cuda", bind=BIND, capture=decode_timing.captured):
+        self.options, self.clock, self.common, self.records, self.failed = options, clock, common, [], False
+        self._torch, self._copy, self._place, self._bind, self._capture = torch, copy, place, bind, capture
+
+    def cell(self, cell, note):
+        """Check and time every library on a cell; what goes wrong is told and recorded, and the run goes on, unless the GPU is lost."""
+        try:
+            self._cell(cell, note)
+        except Exception as error:  # such as memory that does not suffice
+            self._recover(error)
+            self.failed = True
+            self.skip(cell, OURS, one_line(error), note)
+
+    def left_out(self, cell, over) -> str | None:
+        """Why a cell is not measured; None when it is."""
+        need = cell.cache_bytes + (0 if cell.equal else equal_twin(cell).cache_bytes)
+        if need > MOST_BYTES:
+            return f"its caches take {need / 1e9:.0f} GB, more than {MOST_BYTES / 1e9:.0f}"
+        return "the time of the run was over" if over else None
+
+    def skip(self, cell, name, why, note):
+        """Record and tell why a library has no time."""
+        self.records.append(records.check(record_of(cell, name, self.common, skipped=why)))
+        note(f"{cell}: {name} left out: {why}")
+
+    def _cell(self, cell, note):
+        def left_out(name, why):
+            self.skip(cell, name, why, note)
+
+        inputs = Inputs(self._torch, cell, self.clock.l2_bytes, self._place)
+        sample = Sample(cell, inputs)
+        calls = admit(self._torch, cell, inputs, [OURS, *self.options.libraries], left_out, self._bind, sample, self.clock.recover)
+        if OURS not in calls:
+            self.failed = True
+            return
+        timed = {name: self._graph(cell, name, inputs, call, sample, note) for name, (call, _) in calls.items()}
+        if not cell.equal:
+            twin = equal_twin(cell)
+            timed |= self._equal(twin, note)
+        turns = {COPY: self._copy, **{name: call for name, (call, *_) in timed.items()}}
+        times = timing.measure(self.clock, turns, rounds=self.options.rounds, target_ms=self.options.target)
+        copied = 2 * COPY_BYTES / times.pop(COPY).summary()["ms"] * 1e3
+        told = {name: decode_timing.of_one_call(each, timed[name][1]) | {"in_graph": timed[name][2]} for name, each in times.items()}
+        equal = told.pop(EQUAL, None)
+        for name, numbers in told.items():
+            rate = cell.bytes / numbers["ms"] * 1e3
+            rates = {"bytes": cell.bytes, "tb_per_s": rate / 1e12, "share_of_copy": rate / copied, "copy_tb_per_s": copied / 1e12}
+            facts = {"input_sets": len(inputs.caches), "error_per_tolerance": calls[name][1]}
+            if name in SDPA:
+                facts["form"] = sdpa_form(name, cell)
+            if name == OURS:
+                facts |= self._launches(cell, inputs, calls[name][0], sample, note) if cell.bytes < HOST_BYTES else {}
+                facts |= {"equal": {"bytes": twin.bytes, **equal}} if equal else {}
+            self.records.append(records.check(record_of(cell, name, self.common, **numbers, **rates, **facts)))
+
+    def _graph(self, cell, name, inputs, call, sample, note):
+        """(function to be timed, calls that it makes, whether it is a graph): call by call where a library cannot be captured."""
+        count = decode_timing.calls_in_graph(cell.bytes, len(inputs.caches))
+        try:
+            return self._capture(self._torch, call, inputs.caches, count, sample), count, True
+        except Exception as error:  # of a library that is not ours anything may come
+            self._recover(error)
+            note(f"{cell}: {name} is timed without a graph: {one_line(error)}")
+            return inputs.cycling(call), 1, False
+
+    def _equal(self, twin, note):
+        """Ours with the same bytes at equal lengths, or nothing where it fails, which is told."""
+        inputs = Inputs(self._torch, twin, self.clock.l2_bytes, self._place)
+        sample, faults = Sample(twin, inputs), []
+        calls = admit(self._torch, twin, inputs, [OURS], lambda name, why: faults.append(why), self._bind, sample, self.clock.recover)
+        if faults:
+            self.failed = True
+            note(f"{twin}: {OURS} left out: {faults[0]}")
+            return {}
+        return {EQUAL: self._graph(twin, OURS, inputs, calls[OURS][0], sample, note)}
+
+    def _launches(self, cell, inputs, run, sample, note) -> dict:
+        """What a launch costs the host: by the plan, by `numbaflash.decode`, and as a graph of one call."""
+        import numbaflash
+
+        def decode(k, v):
+            return numbaflash.decode(inputs.q, k, v, inputs.lengths, inputs.table, causal=True)
+
+        calls = {decode_timing.PLAN_RUN: inputs.cycling(run), decode_timing.DECODE: inputs.cycling(decode)}
+        try:
+            calls[decode_timing.REPLAY] = self._capture(self._torch, run, inputs.caches[:1], 1, sample)
+        except Exception as error:  # the others stand without it
+            self._recover(error)
+            note(f"{cell}: no graph of one call: {one_line(error)}")
+        return decode_timing.host_fields(calls, self._torch.cuda.synchronize)
+
+    def _recover(self, error):
+        """A CUDA context that an error has destroyed cannot measure anything any more."""
+        try:
+            self.clock.recover()
+        except Exception:
+            raise SystemExit(f"{PROGRAM}: the CUDA context is lost after: {one_line(error)}") from error
+
+
+def measure(run, path, progress):
+    """Measure the cells of a run within its budget, and save the records, again after each cell."""
+    end = time.monotonic() + run.options.budget
+    for cell in run.options.cells:
+        why = run.left_out(cell, time.monotonic() > end)
+        if why:
+            run.skip(cell, OURS, why, progress.note)
+        else:
+            run.cell(cell, progress.note)
+        records.write(path, run.records)
         progress.step(str(cell))
-        if time.monotonic() > end or cell.cache_bytes > MOST_BYTES:
-            why = "the time of the run was over" if time.monotonic() > end else f"its caches take {cell.cache_bytes / 1e9:.0f} GB"
-            found.append(record_of(cell, OURS, common, skipped=why))
-            continue
-
-        def note(name, why, cell=cell):
-            found.append(record_of(cell, name, common, skipped=why))
-
-        inputs = Inputs(torch, cell, clock.l2_bytes)
-        calls = admit(torch, cell, inputs, [OURS, *options.libraries], note)
-        if OURS in calls:
-            more = {}
-            if cell.bytes < 2**28:
-                more["graph_ms"] = in_a_graph(torch, calls[OURS])
-                more["host_us"] = host_microseconds(torch, calls[OURS])
-            for name, times in timing.measure(clock, calls, rounds=options.rounds, target_ms=options.target).items():
-                told = times.summary()
-                rate = cell.bytes / told["ms"] * 1e3
-                extra = more if name == OURS else {}
-                found.append(
-                    record_of(cell, name, common, **told | {"bytes": cell.bytes, "tb_per_s": rate / 1e12, "share_of_copy": rate / copied, **extra})
-                )
-        del inputs, calls
-        torch.cuda.empty_cache()
-    progress.close()
-    return found
-
-
-# ---- what a run says
-
-
-def places(found) -> dict[tuple, dict[str, dict]]:
-    cells = {}
-    for r in found:
-        cells.setdefault((r["lengths"], r["heads"], r["kv_heads"], r["head_dim"], r["page_size"], r["seqlen_q"]), {})[r["library"]] = r
-    return cells
-
-
-def ratio(place, name) -> float | None:
-    """The time of a library over ours."""
-    ours, theirs = (place.get(each, {}).get("ms") for each in (OURS, name))
-    return theirs / ours if ours and theirs else None
-
-
-def best_peer(place) -> float | None:
-    """The time of the fastest peer over ours."""
-    return min((r for name in place if name != OURS and (r := ratio(place, name)) is not None), default=None)
-
-
-def table(found) -> str:
-    others = [name for name in PEERS if any(r["library"] == name and r["ms"] for r in found)]
-    lines = [f"{'lengths':17}{'heads':7}{'D':>4}{'page':>6}{'q':>3}{'us':>10}{'TB/s':>7}{'of copy':>9}" + "".join(f"{name:>11}" for name in others)]
-    for (lengths, heads, kv_heads, dim, page, tokens), place in places(found).items():
-        start = f"{lengths:17}{f'{heads}/{kv_heads}':7}{dim:>4}{page or '-':>6}{tokens:>3}"
-        ours = place.get(OURS, {})
-        if not ours.get("ms"):
-            lines.append(f"{start}  {ours.get('skipped', 'not measured')}")
-            continue
-        ratios = "".join(f"{'-' if (r := ratio(place, name)) is None else format(r, '.2f'):>11}" for name in others)
-        lines.append(f"{start}{ours['ms'] * 1e3:10.2f}{ours['tb_per_s']:7.2f}{ours['share_of_copy']:9.0%}{ratios}")
-    return "\n".join([*lines, "", *bars(found)])
-
-
-def bars(found) -> list[str]:
-    """How the cells stand to what must be reached: a line each, as far as it was measured."""
-    cells = {key: place for key, place in places(found).items() if place.get(OURS, {}).get("ms")}
-
-    def share(lengths, pages):
-        wanted = [p[OURS]["share_of_copy"] for key, p in cells.items() if key[:4] == (lengths, 32, 8, 128) and key[4] in pages and key[5] == 1]
-        return min(wanted, default=None)
-
-    def line(what, value, bar, at_most=False, form=".2f"):
-        if value is None:
-            return []
-        reached = value <= bar if at_most else value >= bar
-        verdict = "reached" if reached else f"missed by {abs(value - bar):{form}}"
-        return [f"{what}: {value:{form}}, {'at most' if at_most else 'at least'} {bar:{form}}: {verdict}"]
-
-    def ours_of(lengths, page):
-        return cells.get((lengths, 32, 8, 128, page, 1), {}).get(OURS, {})
-
-    mixed = [
-        ours_of("64 mixed", page)["ms"] / ours_of("64 mixed equal", page)["ms"] / (sum(LENGTHS["64 mixed"]) / sum(LENGTHS["64 mixed equal"]))
-        for page in (0, 16, 64, 256)
-        if ours_of("64 mixed", page) and ours_of("64 mixed equal", page)
-    ]
-    small = ours_of("one of 1k", 0)
-    lines = [
-        *line("batch 64 of 8k, GQA 32/8, contiguous and pages from 16, share of the copy", share("64 of 8k", (0, 16, 64, 256)), 0.9),
-        *line("the same in pages of 1", share("64 of 8k", (1,)), 0.6),
-        *line("one request of 128k, share of the copy", share("one of 128k", (0, 16, 64, 256)), 0.8),
-        *line("one request of 1k in a graph, us", small["graph_ms"] * 1e3 if "graph_ms" in small else None, 8.0, True),
-        *line("mixed lengths over the same bytes at equal lengths", max(mixed, default=None), 1.1, True),
-        *line("host cost of plan.run, us", small.get("host_us"), 8.0, True),
-    ]
-    ahead = [best for place in cells.values() if (best := best_peer(place)) is not None]
-    if ahead:
-        lines.append(f"{sum(r >= 1 for r in ahead)} of {len(ahead)} cells at or ahead of every peer; the least {min(ahead):.2f}")
-    return lines
 
 
 def parse(arguments=None) -> argparse.Namespace:
@@ -470,10 +239,10 @@ def parse(arguments=None) -> argparse.Namespace:
     parser.add_argument("--dims", default="128", help="head dims (%(default)s)")
     parser.add_argument("--tokens", default="1", help="queries of a sequence (%(default)s)")
     parser.add_argument("--libraries", default=",".join(PEERS), help="what is measured beside (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each library in a cell (%(default)s)")
     parser.add_argument("--target", type=float, default=4.0, help="milliseconds of a measurement (%(default)s)")
     parser.add_argument("--budget", type=float, default=240.0, help="seconds after which cells are recorded as left out (%(default)s)")
-    parser.add_argument("--out", help="folder of the result (bench/results)")
+    parser.add_argument("--out", type=Path, help="folder of the result (bench/results)")
     parser.add_argument("--commit", help="commit to note where there is no git")
     options = parser.parse_args(arguments)
     try:
@@ -481,12 +250,17 @@ def parse(arguments=None) -> argparse.Namespace:
         heads = [HEADS[name] for name in choices("heads", options.heads, HEADS)]
         options.libraries = choices("libraries", options.libraries, PEERS) if options.libraries else []
         dims, tokens = integers("dims", options.dims, 576), integers("tokens", options.tokens, 64)
-        pages = [int(n) for n in options.pages.split(",")]
-        if min(pages) < 0:
-            raise ValueError(f"pages must not be negative; got {options.pages}")
+        pages = words("pages", options.pages)
+        if not all(n.isdecimal() for n in pages):
+            raise ValueError(f"--pages takes whole numbers from 0 (contiguous caches); got {options.pages!r}")
+        check_run_options(options)
+        if not options.target > 0:
+            raise ValueError(f"--target must be above 0; got {options.target}")
     except ValueError as error:
         parser.error(str(error))
-    options.cells = [DecodeCell(name, LENGTHS[name], *pair, dim, page, n) for name, pair, dim, n, page in product(names, heads, dims, tokens, pages)]
+    options.cells = [
+        DecodeCell(name, LENGTHS[name], *pair, dim, int(page), n) for name, pair, dim, n, page in product(names, heads, dims, tokens, pages)
+    ]
     return options
 
 
@@ -497,14 +271,24 @@ def main(arguments=None) -> int:
         return gpu.refuse(PROGRAM, reason)
     import torch
 
-    import numbaflash
-
-    common = records.gpu_fields() | records.run_fields(options.commit) | {"method": timing.METHOD, "versions": {OURS: numbaflash.__version__}}
-    found = run(options, torch, gpu.Gpu(SEED), common)
-    path = records.write(records.result_path(common["gpu"], BENCH, options.out), found)
-    print(table(found))
-    print(f"written to {path}")
-    return 1 if any(r["library"] == OURS and str(r.get("skipped", "")).startswith("wrong") for r in found) else 0
+    start = time.monotonic()
+    common = records.gpu_fields() | records.run_fields(options.commit) | {"method": decode_timing.METHOD}
+    common["versions"] = versions(common)
+    path = records.result_path(common["gpu"], BENCH, options.out)
+    print(f"{common['gpu']}, driver {common['driver']}, torch {common['torch']}; {len(options.cells)} cells", flush=True)
+    progress = Progress(len(options.cells), BENCH)
+    try:
+        with torch.no_grad():
+            run = Run(options, torch, gpu.Gpu(SEED), common, copier(torch))
+            measure(run, path, progress)
+    except KeyboardInterrupt:
+        print(f"interrupted; what was measured is in {path}", file=sys.stderr)
+        return 130
+    finally:
+        progress.close()
+    print(table(run.records))
+    print(f"\n{time.monotonic() - start:.0f} s; {path}")
+    return int(run.failed)
 
 
 if __name__ == "__main__":
