@@ -11,7 +11,7 @@ import argparse
 import sys
 
 from . import grids
-from .passes import Backward
+from numbaflash.benchmarks.passes import Backward
 
 PROGRAM = "bench.backward"
 FULL = grids.FULL | {"budget": 420.0}

@@ -20,11 +20,11 @@ from itertools import product
 from numbaflash.problem import make_problem
 from numbaflash.testing import accuracy as rule
 
-from . import gpu, records, timing
-from .accuracy import WRONG
+from numbaflash.benchmarks import gpu, records, timing
+from numbaflash.benchmarks.accuracy import WRONG
 from .grids import choices, integers
-from .peers import OURS, one_line
-from .progress import Progress
+from numbaflash.benchmarks.peers import OURS, one_line
+from numbaflash.benchmarks.progress import Progress
 
 PROGRAM, BENCH = "bench.decode", "decode"
 HEADS = {"mha": (32, 32), "gqa": (32, 8), "mqa": (32, 1)}

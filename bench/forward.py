@@ -9,7 +9,7 @@ import argparse
 import sys
 
 from . import grids
-from .passes import Forward
+from numbaflash.benchmarks.passes import Forward
 
 PROGRAM = "bench.forward"
 

@@ -19,11 +19,11 @@ from pathlib import Path
 
 from numbaflash.problem import make_problem
 
-from . import gpu, records, timing
-from .cells import DTYPES, Cell, backward_flops, forward_flops, inputs
+from numbaflash.benchmarks import gpu, records, timing
+from numbaflash.benchmarks.cells import DTYPES, Cell, backward_flops, forward_flops, inputs
 from .grids import choices
-from .peers import OURS, one_line
-from .progress import Progress
+from numbaflash.benchmarks.peers import OURS, one_line
+from numbaflash.benchmarks.progress import Progress
 
 PROGRAM, BENCH = "bench.options", "options"
 DIRECTIONS = ("forward", "backward")

@@ -13,10 +13,10 @@ import argparse
 import sys
 
 from . import grids
-from .cells import Cell, inputs
+from numbaflash.benchmarks.cells import Cell, inputs
 from .latency import SMALL, Quantities, TorchMemory, host_microseconds
-from .passes import Training
-from .peers import OURS, OWN
+from numbaflash.benchmarks.passes import Training
+from numbaflash.benchmarks.peers import OURS, OWN
 
 PROGRAM = "bench.training"
 SECTIONS = ("time", "memory", "host")

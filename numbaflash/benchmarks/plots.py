@@ -6,7 +6,7 @@ from pathlib import Path
 
 from . import records
 from .peers import LABELS, LIBRARIES, OURS, OURS_DETERMINISTIC
-from .table import SHORT, by_cell
+from .tables import SHORT, by_cell
 
 COLOURS = {OURS: "#d1382f", OURS_DETERMINISTIC: "#e8998f", "fa4": "#1f5fa8", "cudnn": "#3f9142", "fa2": "#8a63b5", "dense": "#7a7a7a"}
 MARKERS = {OURS: "o", OURS_DETERMINISTIC: "o", "fa4": "s", "cudnn": "^", "fa2": "D", "dense": "x"}
@@ -72,7 +72,7 @@ def plot(recs, path) -> list[Path]:
 def _panel(panel, cells, dim, mask, libraries):
     mine = {}
     for cell, place in cells.items():
-        values = dict(zip(records.CELL, cell, strict=True))
+        values = records.fields_of(cell)
         if (values["head_dim"], values["causal"]) == (dim, mask):
             mine[values["seqlen_q"]] = place
     lengths = sorted(mine)
