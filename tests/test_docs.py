@@ -6,6 +6,7 @@ NumPy; without that it is only compiled. Lines that start with ``>>>`` are check
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib.util
 import itertools
@@ -125,8 +126,9 @@ def test_figures_are_drawn_by_the_code(name):
     assert (ROOT / "docs" / "figures" / f"{name}.svg").read_text(encoding="utf-8") == drawn, "run: python docs/figures/draw.py"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
-@pytest.mark.parametrize("name", ["support", "options", "caches"])
+@pytest.mark.parametrize(
+    ("page", "name"), [("README.md", "support"), ("docs/start.md", "support"), ("docs/start.md", "options"), ("docs/start.md", "caches")]
+)
 def test_support_tables_are_what_the_families_say(page, name):
     from numbaflash.support import features_markdown, markdown
 
@@ -259,3 +261,22 @@ def test_pages_build(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "html" / "index.html").stat().st_size > 5000
+
+
+def message_templates() -> list[str]:
+    """All texts in the package, with … for what is put into them."""
+    found = []
+    for path in sorted((ROOT / "numbaflash").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(re.sub(r"%s|%r", "…", node.value))
+    return found
+
+
+def test_messages_of_troubleshooting_are_those_of_the_code():
+    quoted = re.findall(r"^### `(.+)`$", (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8"), re.M)
+    templates = message_templates()
+    unknown = [message for message in quoted if not any(message in template for template in templates)]
+    assert len(quoted) > 20 and not unknown
