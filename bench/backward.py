@@ -10,8 +10,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from . import grids
 from numbaflash.benchmarks.passes import Backward
+
+from . import grids
 
 PROGRAM = "bench.backward"
 FULL = grids.FULL | {"budget": 420.0}

@@ -17,13 +17,14 @@ from functools import partial
 from pathlib import Path
 
 from numbaflash.benchmarks import gpu, records
-from . import ncu
 from numbaflash.benchmarks.cells import Cell, backward_flops, forward_flops, heads_of, inputs
+from numbaflash.benchmarks.passes import Backward, Forward
+from numbaflash.benchmarks.peers import OURS, Numbaflash, facts_of, one_line
+
+from . import ncu
 from .counter_tables import BENCH, text_of
 from .decode import LENGTHS, DecodeCell, Inputs
 from .grids import choices
-from numbaflash.benchmarks.passes import Backward, Forward
-from numbaflash.benchmarks.peers import OURS, Numbaflash, facts_of, one_line
 
 PROGRAM = "bench.counters"
 FOLDER = Path(__file__).parents[1]

@@ -28,7 +28,7 @@ MASKS = {"full": False, "causal": True}
 
 @dataclass(frozen=True, slots=True)
 class CpuCell:
-    """One problem; `seqlen`, `batch` and `problem` as in `bench.cells.Cell`."""
+    """One problem; `seqlen`, `batch` and `problem` as in `numbaflash.benchmarks.cells.Cell`."""
 
     dtype: str
     batch: int

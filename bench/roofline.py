@@ -14,9 +14,10 @@ from statistics import median
 
 from numbaflash.benchmarks import gpu, records, timing
 from numbaflash.benchmarks.cells import DTYPES, Cell
-from .counter_tables import table
 from numbaflash.benchmarks.peers import OURS
 from numbaflash.benchmarks.timing import quartiles
+
+from .counter_tables import table
 
 PROGRAM, BENCH = "bench.roofline", "ceilings"
 COPY, PRODUCT = "copy on the device, read and written", "matrix product, bfloat16"

@@ -18,17 +18,17 @@ from pathlib import Path
 
 import numpy as np
 
-from numbaflash.dispatch import BackwardLayouts, Layout, Layouts
-from numbaflash.testing import accuracy as rule
-
 from numbaflash.benchmarks import records, tables, timing
 from numbaflash.benchmarks.accuracy import ROWS, WRONG
 from numbaflash.benchmarks.cells import Cell, backward_flops, grid
-from .cpu import DIRECTIONS
 from numbaflash.benchmarks.gpu import refuse
-from .latency import CupyMemory, dense_cupy
 from numbaflash.benchmarks.peers import Dense, one_line
 from numbaflash.benchmarks.progress import Progress, colour_wanted
+from numbaflash.dispatch import BackwardLayouts, Layout, Layouts
+from numbaflash.testing import accuracy as rule
+
+from .cpu import DIRECTIONS
+from .latency import CupyMemory, dense_cupy
 
 PROGRAM = "bench.simt"
 MASKS = {"full": False, "causal": True}

@@ -1,4 +1,4 @@
-"""Tables from saved results: ``python -m bench.table FILE...`` and ``python -m bench.table compare A B``.
+"""Tables from saved results: ``python -m bench.table FILE...``. ``numbaflash bench compare A B`` tells two runs apart.
 
 A ratio is the best peer's time over numbaflash's, within one run: above 1, numbaflash is faster.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from numbaflash.benchmarks import records
 from numbaflash.benchmarks.progress import colour_wanted
-from numbaflash.benchmarks.tables import METRICS, compare, tables
+from numbaflash.benchmarks.tables import METRICS, tables
 
 from . import counter_tables
 
@@ -25,23 +25,15 @@ def text_of(recs, **options) -> str:
 
 
 def main(arguments=None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
-    comparing = arguments[:1] == ["compare"]
-    parser = argparse.ArgumentParser(prog="python -m bench.table" + " compare" * comparing, description=__doc__.split("\n\n")[1])
-    if comparing:
-        parser.add_argument("before", type=Path, help="results of the earlier run (.jsonl)")
-        parser.add_argument("after", type=Path, help="results of the later run (.jsonl)")
-    else:
-        parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help='results (.jsonl), or "compare A B"')
-        parser.add_argument("--metric", choices=METRICS, default="tflops")
+    parser = argparse.ArgumentParser(prog="python -m bench.table", description=__doc__.split("\n\n")[1])
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="results (.jsonl)")
+    parser.add_argument("--metric", choices=METRICS, default="tflops")
     parser.add_argument("--markdown", action="store_true", help="as a Markdown table")
-    options = parser.parse_args(arguments[1:] if comparing else arguments)
-    colour = colour_wanted() and not options.markdown
+    options = parser.parse_args(arguments)
     try:
-        if comparing:
-            text = compare(records.read(options.before), records.read(options.after), markdown=options.markdown, colour=colour)
-        else:
-            text = text_of(records.read(*options.files), metric=options.metric, markdown=options.markdown, colour=colour)
+        text = text_of(
+            records.read(*options.files), metric=options.metric, markdown=options.markdown, colour=colour_wanted() and not options.markdown
+        )
     except (OSError, ValueError) as error:
         parser.error(str(error))
     try:

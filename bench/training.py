@@ -12,11 +12,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-from . import grids
 from numbaflash.benchmarks.cells import Cell, inputs
-from .latency import SMALL, Quantities, TorchMemory, host_microseconds
 from numbaflash.benchmarks.passes import Training
 from numbaflash.benchmarks.peers import OURS, OWN
+
+from . import grids
+from .latency import SMALL, Quantities, TorchMemory, host_microseconds
 
 PROGRAM = "bench.training"
 SECTIONS = ("time", "memory", "host")

@@ -13,12 +13,13 @@ import sys
 from itertools import product
 
 from numbaflash.benchmarks import records, running
-from . import grids
 from numbaflash.benchmarks.cells import DTYPES, PackedCell, heads_of
 from numbaflash.benchmarks.packed import BESIDE
 from numbaflash.benchmarks.passes import PackedBackward, PackedForward
 from numbaflash.benchmarks.peers import OURS, OURS_PADDED, Numbaflash
 from numbaflash.benchmarks.tables import SHORT
+
+from . import grids
 
 PROGRAM = "bench.varlen"
 TOKENS, SEED = 65536, 1

@@ -14,26 +14,8 @@ import pytest
 from simulated_gpu import ROOT, OnCpu, SimulatedDevice
 
 import numbaflash
-from bench import (
-    accuracy,
-    backward,
-    cells,
-    evidence,
-    forward,
-    gpu,
-    grids,
-    latency,
-    options,
-    passes,
-    peers,
-    plots,
-    prebuild,
-    progress,
-    records,
-    table,
-    timing,
-    training,
-)
+from bench import backward, forward, grids, latency, options, table, training
+from numbaflash.benchmarks import accuracy, cells, evidence, gpu, passes, peers, plots, prebuild, progress, records, timing
 
 CELL = cells.Cell("float16", 2, 64, 4, 2, 16, True)
 

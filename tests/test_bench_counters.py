@@ -15,8 +15,9 @@ import pytest
 pytest.importorskip("torch", reason="the benchmark holds its arrays in PyTorch")
 import simulated_gpu  # noqa: E402, F401  (finds bench)
 
-from bench import counter_tables, counters, ncu, records, table  # noqa: E402
+from bench import counter_tables, counters, ncu, table  # noqa: E402
 from numbaflash import dispatch, support  # noqa: E402
+from numbaflash.benchmarks import records  # noqa: E402
 
 PRINTED = Path(__file__).parent / "ncu"
 FORWARD, DECODE = (counters.CASES[name] for name in ("forward-d128-causal", "decode-64-of-8k"))

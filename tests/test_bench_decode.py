@@ -6,7 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the benchmark holds its arrays in PyTorch")
 
-from bench import decode, records  # noqa: E402
+from bench import decode  # noqa: E402
+from numbaflash.benchmarks import records  # noqa: E402
 
 SMALL = decode.DecodeCell("small", (40, 7, 64), 8, 2, 16, 0)
 

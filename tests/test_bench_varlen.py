@@ -9,7 +9,8 @@ import pytest
 from simulated_gpu import OnCpu, SimulatedDevice
 
 import numbaflash
-from bench import cells, evidence, gpu, grids, packed, passes, peers, prebuild, records, table, varlen
+from bench import grids, table, varlen
+from numbaflash.benchmarks import cells, evidence, gpu, packed, passes, peers, prebuild, records
 
 CELL = cells.PackedCell("bfloat16", "some", (40, 7, 129, 1), 4, 2, 32, True)
 

@@ -9,18 +9,20 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
+import math
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from ..problem import ITEMSIZE, Problem, make_decode_problem
+from ..problem import ITEMSIZE, Problem, make_decode_problem, make_problem
+from ..testing import accuracy as rule
 from . import peers, timing
 from .accuracy import WRONG, finite
 from .cells import AnyCell, problem_fields
 from .passes import Pass
 from .peers import OURS, one_line
 
-SEED, TOLERANCE = 1, {"bfloat16": 0.03, "float16": 0.01, "float32": 1e-4}
-"""Of the arrays; and of results of size 1, far below what a key too many or too few does."""
+SEED = 1
+"""Of the arrays."""
 
 
 @dataclass(frozen=True)
@@ -131,23 +133,38 @@ class Inputs:
         return tuple(x[pages].flatten(0, 1)[:n] for x in self.caches[0])
 
 
-def wrong(torch, cell, inputs, out) -> str | None:
-    """What is wrong with a result, on the first and the last sequence; None when nothing is."""
-    if tuple(out.shape) != tuple(inputs.q.shape):
-        return f"a result of shape {tuple(out.shape)}"
-    if out.dtype != inputs.q.dtype:
-        return f"a result of {out.dtype}"
-    group, worst = cell.heads // cell.kv_heads, 0.0
-    for b in {0, len(cell.lengths) - 1}:
-        n = cell.lengths[b]
-        k, v = (x.double() for x in inputs.gathered(b, n))
-        q = inputs.q[b].double().view(cell.tokens, cell.kv_heads, group, cell.head_dim)
-        scores = torch.einsum("qhgd,khd->hgqk", q, k) * cell.head_dim**-0.5
-        hidden = torch.arange(n, device=q.device) > torch.arange(cell.tokens, device=q.device)[:, None] + n - cell.tokens
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-        want = torch.einsum("hgqk,khd->qhgd", weights, v).reshape(cell.tokens, cell.heads, cell.head_dim)
-        worst = max(worst, (out[b].double() - want).abs().max().item())
-    return None if worst <= TOLERANCE[cell.dtype] else f"errs by {worst:.3g}"
+class Sample:
+    """Exact results of the first, the longest and the last sequence, for `numbaflash.testing`'s accuracy rule to compare with.
+
+    Its tolerance follows the size of the results, which shrinks with the number of keys: of random values 128k keys leave hundredths, and a fixed
+    tolerance that suits 1k would take zeros for right.
+    """
+
+    def __init__(self, cell, inputs):
+        longest = cell.lengths.index(max(cell.lengths))
+        self._shapes = {tuple(inputs.q.shape), (len(cell.lengths), cell.tokens, cell.kv_heads, cell.heads // cell.kv_heads, cell.head_dim)}
+        self._shape, self._expected = tuple(inputs.q.shape), []
+        for b in dict.fromkeys((0, longest, len(cell.lengths) - 1)):
+            q, (k, v) = inputs.q[b : b + 1], (x[None] for x in inputs.gathered(b, cell.lengths[b]))
+            problem = make_problem(q.shape, k.shape, v.shape, (cell.dtype,) * 3, causal=True)
+            self._expected.append((b, rule.expected(problem, q, k, v)))
+
+    def judge(self, out) -> tuple[float, str | None]:
+        """Largest error of a sampled element in units of its tolerance, and what is wrong with a result, or None.
+
+        The axis of heads may be split into that of key heads and that of their groups, which spares a library a copy that is not its own.
+        """
+        if tuple(out.shape) not in self._shapes:
+            return math.inf, f"{WRONG}: shape {tuple(out.shape)}, expected {self._shape}"
+        if not finite(out):
+            return math.inf, f"{WRONG}: NaN or infinite elements"
+        worst, out = 0.0, out.reshape(self._shape)
+        for b, expected in self._expected:
+            try:
+                worst = max(worst, rule.compare(expected, out[b : b + 1]).out)
+            except rule.AccuracyError as error:
+                return math.inf, f"{WRONG}: {' '.join(str(error).split())}, of sequence {b}"
+        return worst, None
 
 
 # ---- libraries: each returns a function of (k_cache, v_cache), or raises what it cannot do
@@ -249,16 +266,16 @@ BIND = {
 
 def admit(torch, cell, inputs, names, note, bind=BIND) -> dict:
     """The calls of those libraries that can do the cell and do it right."""
-    calls = {}
+    calls, sample = {}, Sample(cell, inputs)
     for name in names:
         try:
             call = bind[name](torch, cell, inputs)
-            fault = wrong(torch, cell, inputs, call(*inputs.caches[0]))
+            _, fault = sample.judge(call(*inputs.caches[0]))
         except Exception as error:  # of a library that is not ours anything may come
             note(name, one_line(error))
             continue
         if fault:
-            note(name, f"wrong: {fault}")
+            note(name, fault)
         else:
             calls[name] = inputs.cycling(call)
     return calls
@@ -302,22 +319,6 @@ MODULES = {"fa4": ("flash_attn.cute", "flash-attn-4"), "flashinfer": ("flashinfe
 """What is imported of the libraries that do not come with torch, and the name by which they are installed."""
 
 LIBRARIES = {name: functools.partial(Decoder, name) for name in BIND}
-
-
-class Sample:
-    """The first and the last sequence, as exact attention has them."""
-
-    def __init__(self, cell, inputs):
-        self._cell, self._inputs = cell, inputs
-
-    def judge(self, out) -> tuple[float | None, str | None]:
-        """As that of the samples of batches; how large the error is is told only where it is too large."""
-        import torch
-
-        if not finite(out):
-            return None, f"{WRONG}: NaN or infinite elements"
-        fault = wrong(torch, self._cell, self._inputs, out)
-        return None, fault and f"{WRONG}: {fault}"
 
 
 class Decode(Pass):

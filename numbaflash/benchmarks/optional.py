@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from ..problem import Problem, make_problem
 from ..testing import accuracy as rule
-from . import grids, peers
+from . import peers, running
 from .accuracy import WRONG, finite
 from .cells import Cell, backward_flops, forward_flops, problem_fields
 from .passes import Backward, Forward
-from .peers import OURS, Numbaflash
+from .peers import OURS, OURS_PLAIN, Numbaflash
 
 CAP, DROPPED, DOCUMENTS, SEED = 30.0, 0.1, 8, 1
 BLOCK, PREFIX, NEAR, GLOBAL = 256, 1024, 256, 64
@@ -167,8 +167,6 @@ OPTIONS = {
 }
 """Options that are measured, each with the libraries that have it."""
 
-PLAIN = f"{OURS}-plain"
-
 
 @dataclass(frozen=True, slots=True)
 class OptionCell(Cell):
@@ -271,7 +269,7 @@ class Ours(Numbaflash):
 class Plain(Numbaflash):
     """numbaflash without the option, which takes turns with the others so that it tells what the option costs."""
 
-    name = PLAIN
+    name = OURS_PLAIN
 
     def has(self, cell):
         return False
@@ -293,7 +291,7 @@ class Other(peers.Library):
         return self._peers.bind(self.name, Scenario(cell), values(cell, q.device), q, k, v)
 
 
-LIBRARIES = {OURS: Ours, PLAIN: Plain} | {name: functools.partial(Other, name) for name in ("fa4", "cudnn", "fa2", "efficient", "sdpa", "flex")}
+LIBRARIES = {OURS: Ours, OURS_PLAIN: Plain} | {name: functools.partial(Other, name) for name in ("fa4", "cudnn", "fa2", "efficient", "sdpa", "flex")}
 NAMES = tuple(LIBRARIES)
 
 
@@ -380,16 +378,16 @@ class OptionBackward(Backward):
         return cell.count(backward_flops)
 
 
-class Run(grids.Run):
+class Run(running.Run):
     """A run in which the plain kernel takes turns with the libraries."""
 
     def __init__(self, what, options, libraries, common, device, built=()):
         super().__init__(what, options, libraries, common, device, built)
-        self.plain = grids.Run(what.plain, options, {OURS: Numbaflash()}, common, device)
+        self.plain = running.Run(what.plain, options, {OURS: Numbaflash()}, common, device)
 
     def admit(self, cell, note):
         admitted = super().admit(cell, note)
-        if OURS in admitted and PLAIN in self.libraries:
+        if OURS in admitted and OURS_PLAIN in self.libraries:
             for call in self.plain.admit(cell.plain, note).values():
-                admitted[PLAIN] = call
+                admitted[OURS_PLAIN] = call
         return admitted

@@ -15,14 +15,15 @@ from contextlib import nullcontext
 
 from ..cli.devices import dense_numpy
 
-OURS, OURS_DETERMINISTIC, OURS_PADDED = "numbaflash", "numbaflash-deterministic", "numbaflash-padded"
-OWN = (OURS, OURS_DETERMINISTIC, OURS_PADDED)
+OURS, OURS_DETERMINISTIC, OURS_PADDED, OURS_PLAIN = "numbaflash", "numbaflash-deterministic", "numbaflash-padded", "numbaflash-plain"
+OWN = (OURS, OURS_DETERMINISTIC, OURS_PADDED, OURS_PLAIN)
 """What is not a peer of numbaflash."""
 NAMES = (OURS, "fa4", "cudnn", "fa2", "dense")
 LABELS = {
     OURS: "numbaflash",
     OURS_DETERMINISTIC: "numbaflash, deterministic",
     OURS_PADDED: "numbaflash, padded batch",
+    OURS_PLAIN: "numbaflash, without the option",
     "fa4": "FA4 (flash_attn.cute)",
     "cudnn": "cuDNN (torch SDPA)",
     "fa2": "FA2 (torch SDPA)",

@@ -229,6 +229,8 @@ def verdict(found) -> int:
     """Exit code: 1, with a line that says so, when numbaflash failed or was wrong in a cell."""
     failed = [r for r in found if r["library"] in OWN and r.get("skipped")]
     if failed:
-        print(f"{failed[0]['library']} has no time in {len(failed)} cells, first: {tables.name_of(records.cell_of(failed[0]))}: {failed[0]['skipped']}", file=sys.stderr)
+        first = failed[0]
+        where = tables.name_of(records.cell_of(first))
+        print(f"{first['library']} has no time in {len(failed)} cells, first: {where}: {first['skipped']}", file=sys.stderr)
         return 1
     return 0

@@ -193,47 +193,8 @@ def name_of(cell) -> str:
     return f"{dtype} D{_dims(values)} {_mask(values)} {heads} {values['batch']}x{_lengths(values)}" + (f", {beyond}" if beyond else "")
 
 
-def compare(before, after, *, markdown=False, colour=False) -> str:
-    """Ratio to the best peer in two runs, for every cell that both have.
-
-    Times of different runs are not compared: a card's clock drifts more than kernels differ. Where a run has no peer in a
-    cell, there is no ratio and the cell is left out.
-
-    Raises
-    ------
-    ValueError
-        When the two share no cell with a ratio.
-    """
-    parts = []
-    for direction in dict.fromkeys(r["direction"] for r in before):
-        ratios = [_ratios(r for r in recs if r["direction"] == direction and not r.get("quantity")) for recs in (before, after)]
-        if ratios[0].keys() & ratios[1].keys():
-            parts.append((direction, _changes(*ratios, markdown, colour)))
-    if not parts:
-        raise ValueError("the two results share no cell that has numbaflash and a peer in both")
-    return "\n\n".join(f"# {direction}\n{text}" if len(parts) > 1 else text for direction, text in parts)
-
-
 def _ratios(recs):
     return {cell: r for cell, place in by_cell(recs).items() if (r := ratio(place)) is not None}
-
-
-def _changes(old, new, markdown, colour):
-    shared = sorted(old.keys() & new.keys(), key=_order)
-    changes = [new[cell] / old[cell] for cell in shared]
-    width = max(len(name_of(cell)) for cell in shared)
-    lines = ["| cell | before | after | change |", "|---|--:|--:|--:|"] if markdown else [f"{'cell':{width}} before  after change"]
-    for cell, change in zip(shared, changes, strict=True):
-        percent = f"{100 * (change - 1):+.1f}%"
-        if markdown:
-            lines.append(f"| {name_of(cell)} | {old[cell]:.2f} | {new[cell]:.2f} | {percent} |")
-            continue
-        percent = percent.rjust(7)
-        if colour and abs(change - 1) >= 0.02:
-            percent = (GREEN if change > 1 else RED) + percent + RESET
-        lines.append(f"{name_of(cell):{width}} {old[cell]:6.2f} {new[cell]:6.2f} {percent}")
-    lines.append(f"{len(shared)} cells; change of the ratio: least {100 * (min(changes) - 1):+.1f}%, median {100 * (median(changes) - 1):+.1f}%")
-    return "\n".join(lines)
 
 
 def latency_table(recs, *, markdown=False) -> str:
