@@ -30,10 +30,9 @@ def main(arguments=None) -> int:
     parser.add_argument("--metric", choices=METRICS, default="tflops")
     parser.add_argument("--markdown", action="store_true", help="as a Markdown table")
     options = parser.parse_args(arguments)
+    colour = colour_wanted() and not options.markdown
     try:
-        text = text_of(
-            records.read(*options.files), metric=options.metric, markdown=options.markdown, colour=colour_wanted() and not options.markdown
-        )
+        text = text_of(records.read(*options.files), metric=options.metric, markdown=options.markdown, colour=colour)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     try:

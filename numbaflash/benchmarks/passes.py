@@ -178,6 +178,3 @@ class PackedBackward(Packed, Backward):
     """The gradients alone of packed sequences."""
 
     plain, sample = Backward, PackedGradientSample
-
-
-PASSES = {what.__name__: what for what in (Forward, Backward, Training, PackedForward, PackedBackward)}

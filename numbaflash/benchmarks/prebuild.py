@@ -6,6 +6,7 @@ JSON object a call. `prebuild` runs them.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -16,7 +17,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .cells import AnyCell, inputs
-from .passes import PASSES
 from .peers import PREBUILT, find, one_line
 
 WORKERS = 8
@@ -44,11 +44,12 @@ class Task:
         return self.what, *self.cell.config
 
     def to_json(self) -> dict:
-        return {"what": self.what.__name__, "cell": asdict(self.cell), "libraries": self.libraries}
+        return {"what": f"{self.what.__module__}:{self.what.__name__}", "cell": asdict(self.cell), "libraries": self.libraries}
 
     @classmethod
     def from_json(cls, item: dict) -> Task:
-        what = PASSES[item["what"]]
+        module, _, name = item["what"].partition(":")
+        what = getattr(importlib.import_module(module), name)
         cell = {name: tuple(x) if isinstance(x, list) else x for name, x in item["cell"].items()}
         return cls(what, what.kind(**cell), tuple(item["libraries"]))
 

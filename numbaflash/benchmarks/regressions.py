@@ -12,7 +12,7 @@ from statistics import median
 
 from . import records
 from .peers import OURS, OWN
-from .tables import GREEN, RED, RESET, by_cell, name_of
+from .tables import GREEN, RED, RESET, aligned, by_cell, name_of
 
 BY = ("ratio", "time")
 
@@ -139,10 +139,8 @@ def _check_alike(place, before, after):
     for field, what in (("inputs", "inputs"), ("method", "way of measuring")):
         told = before.get(field), after.get(field)
         if None not in told and told[0] != told[1]:
-            raise ValueError(
-                f"{_told(place)}: the {what} of the two runs differ, so they are not compared"
-                + (f" ({told[0]}; {told[1]})" if field == "method" else "")
-            )
+            shown = f" ({told[0]}; {told[1]})" if field == "method" else ""
+            raise ValueError(f"{_told(place)}: the {what} of the two runs differ, so they are not compared{shown}")
 
 
 def _change(place, old, new, by) -> Change | None:
@@ -173,11 +171,7 @@ def table(comparison: Comparison, threshold: float, *, markdown=False, colour=Fa
     if markdown:
         lines = ["| " + " | ".join(row) + " |" for row in [head, ["---"] * 2 + ["--:"] * 4 + ["---"], *rows]]
     else:
-        widths = [max(len(row[n]) for row in [head, *rows]) for n in range(len(head))]
-        lines = [
-            " ".join(text.ljust(w) if n < 2 or n == 6 else text.rjust(w) for n, (text, w) in enumerate(zip(row, widths, strict=True))).rstrip()
-            for row in [head, *rows]
-        ]
+        lines = aligned([head, *rows], right=(2, 3, 4, 5))
         if colour:
             shades = {"slower": RED, "faster": GREEN}
             lines = [shades[line.rsplit(" ", 1)[-1]] + line + RESET if line.rsplit(" ", 1)[-1] in shades else line for line in lines]
@@ -194,9 +188,5 @@ def summary(comparison: Comparison, threshold: float) -> str:
         return f"{len(comparison.lost)} cells have no time any more"
     speeds, worse = [change.speed for change in comparison.changes], comparison.regressions(threshold)
     told = f"{len(speeds)} cells: speed {min(speeds):.2f} to {max(speeds):.2f} of what it was, median {median(speeds):.2f}"
-    slower = (
-        f"{len(worse)} slower by more than {100 * threshold:g}% beyond their spread"
-        if worse
-        else f"none slower by more than {100 * threshold:g}% beyond its spread"
-    )
+    slower = f"{len(worse) or 'none'} slower by more than {100 * threshold:g}% beyond the spread"
     return f"{told}; {slower}" + (f"; {len(comparison.lost)} without a time any more" if comparison.lost else "")

@@ -207,11 +207,15 @@ def latency_table(recs, *, markdown=False) -> str:
     ]
     if markdown:
         return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * 3 + ["--:"] * 3 + ["---"], *rows])
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    return "\n".join(
-        " ".join(text.rjust(w) if 3 <= i <= 5 else text.ljust(w) for i, (text, w) in enumerate(zip(row, widths, strict=True))).rstrip()
-        for row in [head, *rows]
-    )
+    return "\n".join(aligned([head, *rows], right=(3, 4, 5)))
+
+
+def aligned(rows, right=()) -> list[str]:
+    """Lines of a table whose columns stand under each other, some of them at the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        " ".join(text.rjust(w) if n in right else text.ljust(w) for n, (text, w) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows
+    ]
 
 
 def tables(recs, *, metric="tflops", markdown=False, colour=False) -> str:
