@@ -721,7 +721,7 @@ def test_without_a_gpu_one_line_says_so(module, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "missing", lambda: "no CUDA GPU was found")
     assert module.main([]) == 2
     shown = capsys.readouterr()
-    assert shown.err == f"{module.PROGRAM}: no CUDA GPU was found\n" and shown.out == ""
+    assert shown.err.startswith(f"{module.PROGRAM}: no CUDA GPU was found; ") and shown.out == ""
 
 
 def test_the_command_line_without_a_gpu():

@@ -11,7 +11,7 @@ from ..cli.measure import available_host_bytes
 from . import cells
 
 METHOD = "wall time of a batch of calls, results allocated; libraries interleaved, order rotated, inputs rotated past the last cache"
-_CACHE_BYTES, _MOST_CACHE_BYTES = 32 * 2**20, 64 * 2**20  # where the system does not tell; what a process may expect of a cache for many cores
+_CACHE_BYTES = _MOST_CACHE_BYTES = 32 * 2**20  # where the system does not tell; what a process may expect of a cache for many cores
 
 
 class Cpu:

@@ -19,13 +19,13 @@ def missing() -> str | None:
     except ImportError:
         return "PyTorch is not installed; it times the kernels and holds the peers: pip install 'numbaflash[bench]'"
     if not torch.cuda.is_available():
-        return "no CUDA GPU was found by PyTorch; this benchmark measures GPU kernels (bench.cpu measures the CPU)"
+        return "no CUDA GPU was found by PyTorch"
     return None
 
 
 def refuse(program: str, reason: str) -> int:
     """Say why nothing is measured, and return the exit code for it."""
-    print(f"{program}: {reason}", file=sys.stderr)
+    print(f"{program}: {reason}; it measures GPU kernels (bench.cpu and numbaflash bench measure the CPU)", file=sys.stderr)
     return NO_GPU
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from ..problem import Problem, make_problem
+from ..problem import ITEMSIZE, Problem, make_problem
 from ..testing import accuracy as rule
 from . import peers, running
 from .accuracy import WRONG, finite
@@ -354,7 +354,18 @@ def _part(name, x, entry, heads):
     return x[entry] if name.startswith("seqlens") else x
 
 
-class OptionForward(Forward):
+class _Optional:
+    """What the array of an option takes beside q, k and v."""
+
+    @classmethod
+    def room(cls, cell, l2_bytes):
+        p = cell.problem
+        pairs = p.seqlen_q * p.seqlen_k
+        more = {"mask": pairs, "bias": pairs * p.heads * ITEMSIZE[cell.dtype]}.get(cell.option, 0)
+        return super().room(cell, l2_bytes) + 4 * more  # torch expands it for a peer, and gradients have one more
+
+
+class OptionForward(_Optional, Forward):
     """Attention with an option."""
 
     bench = "options"
@@ -366,7 +377,7 @@ class OptionForward(Forward):
         return cell.count(forward_flops)
 
 
-class OptionBackward(Backward):
+class OptionBackward(_Optional, Backward):
     """The gradients of q, k and v with an option."""
 
     bench = "options"

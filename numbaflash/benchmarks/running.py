@@ -37,8 +37,12 @@ class Run:
 
     def __init__(self, what, options, libraries, common, device, built=()):
         self.what, self.options, self.libraries, self.common, self.device = what, options, libraries, common, device
-        self.told = {(r["library"], r["cell"]): r["evidence"] for r in built if "evidence" in r and r["what"] == what.__name__}
-        self.records = []
+        self.told, self.records = {}, []
+        self.learn(built)
+
+    def learn(self, built):
+        """Take evidence from `prebuild.prebuild`, which need not be gathered again."""
+        self.told |= {(r["library"], r["cell"]): r["evidence"] for r in built if "evidence" in r and r["what"] == self.what.__name__}
 
     @staticmethod
     def tasks(what, cells, libraries) -> list[Task]:
@@ -61,6 +65,10 @@ class Run:
 
     def admit(self, cell, note) -> dict:
         """(`timing.Call` of the library on the next input set, facts for the record) of each library whose results are right."""
+        need, free = self.what.room(cell, self.device.l2_bytes), self.device.free_bytes()
+        if free is not None and need > free:
+            self.skip(cell, f"its arrays take {need / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free", note)
+            return {}
         try:
             sets = self.what.inputs(self.device, cell)
             sample = self.what.sample(cell, *self.what.arrays(sets))

@@ -11,7 +11,7 @@ from itertools import product
 from types import ModuleType
 
 from . import passes, peers, records
-from .cells import AnyCell, grid
+from .cells import AnyCell, grid, heads_of
 from .running import Run
 
 KINDS = ("prefill", "backward", "decode", "batched-decode", "options", "options-backward")
@@ -27,17 +27,17 @@ LIBRARIES = {
         "options": (OURS, PLAIN, "fa4", "cudnn", "fa2", "efficient", "flex"),
     },
     "cpu": {
-        "prefill": (OURS, "sdpa", "dense", "numpy"),
-        "backward": (OURS, "sdpa", "dense"),
+        "prefill": (OURS, "sdpa"),
+        "backward": (OURS, "sdpa"),
         "decode": (OURS, "sdpa"),
         "options": (OURS, PLAIN, "sdpa"),
     },
 }
 """What is measured by default, as far as it is installed, on each kind of device."""
+MORE = {"cuda": ("efficient", "sdpa", "cupy"), "cpu": ("dense", "numpy", "flex")}
+"""What can be asked for besides."""
 LIKE = {"batched-decode": "decode", "options-backward": "options"}
 """Kinds that are measured with the libraries of another."""
-MOST_CACHE_BYTES = 0.4
-"""Of the free memory, that the caches of a cell may take."""
 
 
 @dataclass
@@ -107,7 +107,6 @@ class Plan:
         return (OptionForward if kind == "options" else OptionBackward), cells
 
     def _decoded(self, requests):
-        from .cells import heads_of
         from .decoding import DecodeCell
 
         return [
@@ -124,13 +123,13 @@ class Plan:
         if self.libraries is not None:
             wanted = [name for name in self.libraries if name in what.classes] + ([PLAIN] if "options" in kind and OURS in self.libraries else [])
         elif importlib.util.find_spec("torch") is None:
-            wanted = [name for name in wanted if name in (OURS, "numpy")]
+            wanted = [OURS, "numpy"] if kind == "prefill" else [OURS]
         found, missing = peers.find(wanted, what.classes)
         self.missing |= {name: why for name, why in missing.items() if name not in self.missing}
         return found
 
-    def runs(self, device, common: dict, rounds: int) -> list[Run]:
-        """A run of each kind.
+    def runs(self, device, common: dict, rounds: int) -> dict[str, Run]:
+        """A run of each kind of which a library is there.
 
         Parameters
         ----------
@@ -140,12 +139,12 @@ class Plan:
         rounds : int
             Measurements of each library in a cell.
         """
-        made = []
+        made = {}
         for kind, (what, cells) in self.groups.items():
             options = argparse.Namespace(cells=cells, rounds=rounds)
             libraries = self.libraries_of(kind, what)
             if libraries:
-                made.append(_class_of(kind)(what, options, libraries, common, device))
+                made[kind] = _class_of(kind)(what, options, libraries, common, device)
         return made
 
 

@@ -213,9 +213,11 @@ def latency_table(recs, *, markdown=False) -> str:
 def aligned(rows, right=()) -> list[str]:
     """Lines of a table whose columns stand under each other, some of them at the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        " ".join(text.rjust(w) if n in right else text.ljust(w) for n, (text, w) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows
-    ]
+
+    def line(row):
+        return " ".join(text.rjust(w) if n in right else text.ljust(w) for n, (text, w) in enumerate(zip(row, widths, strict=True))).rstrip()
+
+    return [line(row) for row in rows]
 
 
 def tables(recs, *, metric="tflops", markdown=False, colour=False) -> str:
