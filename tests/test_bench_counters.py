@@ -198,7 +198,7 @@ def test_records_of_what_was_printed_before(tmp_path, capsys):
     assert path.name == "2026-12-01-h200-counters.jsonl"
     assert (record["source"], record["date"], record["commit"], record["driver"]) == ("a test", "2026-12-01", None, None)
     assert counter_tables.text_of([record]) in capsys.readouterr().out
-    assert table.tables([record]) == counter_tables.text_of([record])
+    assert table.text_of([record]) == counter_tables.text_of([record])
 
 
 @pytest.mark.parametrize(

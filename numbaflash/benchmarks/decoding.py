@@ -303,6 +303,11 @@ class Decoder(peers.Library):
             importlib.import_module(MODULES[name][0])
             self.version = peers.distribution_version(MODULES[name][1])
 
+    def has(self, cell):
+        if self.name in (OURS, "fa4"):
+            return True
+        return cell.tokens == 1 and bool(cell.page_size) == (self.name == "flashinfer")
+
     def bind(self, cell, inputs):
         return BIND[self.name](self._torch, cell, inputs)
 

@@ -180,6 +180,11 @@ class OptionCell(Cell):
         return Cell(self.dtype, self.batch, self.seqlen, self.heads, self.kv_heads, self.head_dim, self.causal)
 
     @property
+    def drawn_as(self) -> Cell:
+        """So that the plain kernel computes from the same."""
+        return self.plain
+
+    @property
     def window(self) -> tuple[int, int] | None:
         return (max(1, min(WINDOW, self.seqlen // 4)) - 1, 0) if self.option == "window" else None
 

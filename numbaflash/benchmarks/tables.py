@@ -9,10 +9,10 @@ from statistics import median
 
 from . import records
 from .cells import DTYPES
-from .peers import OURS, OURS_DETERMINISTIC, OURS_PADDED, OWN
+from .peers import OURS, OURS_DETERMINISTIC, OURS_PADDED, OURS_PLAIN, OWN
 
 BASELINE = "dense"
-COLUMNS = {OURS_DETERMINISTIC: "deterministic", OURS_PADDED: "padded"}
+COLUMNS = {OURS_DETERMINISTIC: "deterministic", OURS_PADDED: "padded", OURS_PLAIN: "plain"}
 BEYOND_WIDTH = 26
 METRICS = {"tflops": "TFLOP/s", "ms": "ms"}
 GREEN, YELLOW, RED, RESET = "\033[32m", "\033[33m", "\033[31m", "\033[0m"
