@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from . import gpu, records, timing
-from .cells import DTYPES, Cell
+from numbaflash.benchmarks import gpu, records, timing
+from numbaflash.benchmarks.cells import DTYPES, Cell
+from numbaflash.benchmarks.peers import OURS
+from numbaflash.benchmarks.timing import quartiles
+
 from .counter_tables import table
-from .peers import OURS
-from .timing import quartiles
 
 PROGRAM, BENCH = "bench.roofline", "ceilings"
 COPY, PRODUCT = "copy on the device, read and written", "matrix product, bfloat16"

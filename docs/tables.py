@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from bench import counter_tables, published, records, roofline  # noqa: E402
+from bench import counter_tables, published, roofline  # noqa: E402
+from numbaflash.benchmarks import records  # noqa: E402
 
 NAMES = ("start", "profiling", "performance", "performance-cpu", "performance-roofline")
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES)]
