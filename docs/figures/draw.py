@@ -500,11 +500,16 @@ PART_COLORS = {
 BAR = 28
 
 
+def _kind(name):
+    """Of a part: its name without the number of whose it is."""
+    return name.rstrip("0123456789 ")
+
+
 def _parts(svg, x, y, height, parts, scale):
     """Parts side by side, their names where there is room; returns where they end."""
     for part in parts:
-        kind, width = part.name.split(" ")[0] if part.name[-1].isdigit() else part.name, part.size * scale
-        svg.rect(x, y, width, height, PART_COLORS.get(kind, SKIPPED), LINE if width > 4 else "none", 0.7, 0)
+        width = part.size * scale
+        svg.rect(x, y, width, height, PART_COLORS.get(_kind(part.name), SKIPPED), LINE if width > 4 else "none", 0.7, 0)
         size = min(12, height - 3)
         if part.name != "rest" and width > 0.62 * size * len(part.name) + 3:
             svg.text(x + width / 2, y + height / 2 + 0.35 * size, part.name, size, INK, "middle")
@@ -528,17 +533,19 @@ def _legend(svg, x, y, cases, words):
     """The colours that are in the budgets, and what they are of."""
     names = dict.fromkeys(part.name for _, budget in cases for part in budget.memory)
     names |= dict.fromkeys(part.name for _, budget in cases for role in budget.roles for part in (*role.parts, *sum(role.phases, ())))
-    for name in dict.fromkeys(name.split(" ")[0] if name[-1].isdigit() else name for name in names if name != "rest"):
+    for name in dict.fromkeys(_kind(name) for name in names if name not in ("rest", "P, dS")):
         svg.rect(x, y, 13, 13, PART_COLORS[name], "none")
         svg.text(x + 18, y + 11, name, 12)
         x += 34 + 7.5 * len(name)
-    svg.rect(x, y, 13, 13, SKIPPED)
-    svg.text(x + 18, y + 11, words, 12)
+    for fill, name in ((SKIPPED, words), ("none", "free")):
+        svg.rect(x, y, 13, 13, fill)
+        svg.text(x + 18, y + 11, name, 12)
+        x += 34 + 6.5 * len(name)
 
 
 def _budgets(cases) -> Svg:
     """What the blocks on a multiprocessor have of its shared memory and of its registers, to scale: (lines, budget) downwards."""
-    left, middle, right, step = 158, 690, 1044, 62
+    left, middle, right, step = 192, 690, 1044, 62
     svg = Svg(1060, 76 + step * len(cases) + 34)
     bytes_scale, registers_scale = (middle - left) / budgets.SM_SHARED, (right - middle - 30) / budgets.SM_REGISTERS
     svg.text(left, 26, "Shared memory", 15, weight="bold")
@@ -560,22 +567,18 @@ def _budgets(cases) -> Svg:
                 at = _role(svg, at, y, role, registers_scale)
         many = f"{budget.blocks} blocks of {budget.kib}" if budget.blocks > 1 else budget.kib
         svg.text(left, y + BAR + 15, many, 12, SOFT)
-        told = dict.fromkeys(f"{role.registers} a thread of {role.name.split(' ')[0]}" for role in budget.roles)
-        svg.text(middle + 30, y + BAR + 15, ", ".join(told), 12, SOFT)
-    words = "in memory: barriers, statistics, the alignment; in registers: addresses and all else; without a frame: free"
-    _legend(svg, 20, 62 + step * len(cases) + 10, cases, words)
+        told = dict.fromkeys(f"{_kind(role.name)} {role.registers}" for role in budget.roles)
+        svg.text(middle + 30, y + BAR + 15, f"a thread's: {', '.join(told)}", 12, SOFT)
+    _legend(svg, 20, 62 + step * len(cases) + 10, cases, "barriers, statistics, addresses, and all else")
     return svg
 
 
 def budget_sm90_forward() -> Svg:
     """The tiles of the Hopper forward."""
-    found = {}
-    for (dim, attention, keys), budget in budgets.sm90_forward_cases():
-        found.setdefault((dim, budget), []).append((attention, keys))
     cases = []
-    for (dim, budget), of in found.items():
+    for dim, budget in dict.fromkeys((dim, budget) for (dim, _, _), budget in budgets.sm90_forward_cases()):
         q_tile, kv_block, _ = budget.tile
-        cases.append(((f"head dim {dim}", f"{q_tile} queries x {kv_block} keys", ""), budget))
+        cases.append(((f"head dim {dim}", f"{q_tile} queries x {kv_block} keys"), budget))
     return _budgets(cases)
 
 
@@ -586,7 +589,7 @@ def budget_sm90_gradients() -> Svg:
 
 def budget_sm90_decode() -> Svg:
     """Of decoding on Hopper."""
-    cases = [((f"head dim {dims}", f"{rows} rows, by {b.tile[0]}"), b) for (dims, rows), b in budgets.sm90_decode_cases()]
+    cases = [((f"D {dims}", f"{rows} rows, divided by {b.tile[0]}"), b) for (dims, rows), b in budgets.sm90_decode_cases()]
     return _budgets(cases)
 
 
@@ -604,7 +607,7 @@ def budget_cpu() -> Svg:
     """A thread's memory on the CPU to scale, and what the vector registers of processors hold."""
     cases = [(case, budget) for case, budget in budgets.cpu_cases() if case[1] == "float32"]
     registers = list(budgets.cpu_register_cases())
-    left, middle, step, cell = 158, 720, 46, 17
+    left, middle, step, cell = 158, 724, 46, 17
     most = max(budget.bytes for _, budget in cases)
     svg = Svg(1060, 62 + step * len(cases) + 34)
     svg.text(left, 26, "Memory of a thread", 15, weight="bold")
@@ -613,7 +616,7 @@ def budget_cpu() -> Svg:
         y = 62 + n * step
         svg.text(20, y + 12, f"{name}, D {dim}", 13, weight="bold")
         svg.text(20, y + 28, ", ".join(budget.tile[:1]), 12, SOFT)
-        end = _parts(svg, left, y, BAR, budget.memory, (middle - left - 70) / most)
+        end = _parts(svg, left, y, BAR, budget.memory, (middle - left - 74) / most)
         svg.rect(left, y, end - left, BAR, "none", INK, 1.2, 0)
         svg.text(end + 6, y + 19, budget.kib, 12, SOFT)
     _legend(svg, 20, 62 + step * len(cases) + 8, cases, "lists, statistics, addresses")
@@ -622,7 +625,7 @@ def budget_cpu() -> Svg:
     y = 62
     for name, kernel, parts in registers:
         svg.text(middle + 30, y + 10, name, 13, weight="bold")
-        svg.text(middle + 120, y + 10, f"{kernel.rows} x {kernel.vectors} sums of {kernel.lanes} numbers", 12, SOFT)
+        svg.text(middle + 126, y + 10, f"{kernel.rows} x {kernel.vectors} sums of {kernel.lanes} numbers", 12, SOFT)
         names = [part.name for part in parts for _ in range(part.size)]
         for i, kind in enumerate(names):
             svg.rect(middle + 30 + i % 16 * cell, y + 18 + i // 16 * cell, cell - 2, cell - 2, PART_COLORS.get(kind, SKIPPED), LINE, 0.7)
