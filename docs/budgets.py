@@ -318,7 +318,7 @@ def sm90_decode_budget(config: sm90_decode.DecodeConfig) -> Budget:
     parts = [Part("O", len(fragment.fragment(config.warp_columns))), Part("S", len(fragment.fragment(config.keys)))]
     if not config.shared_q:
         parts.append(Part("Q", len(mma.row_operand(config.depth))))
-    role = Role("all", config.warps, of_launch_bounds(config.threads, config.blocks), tuple(parts))
+    role = Role("", config.warps, of_launch_bounds(config.threads, config.blocks), tuple(parts))
     tile = tuple(map(str, (config.division, config.warps, config.blocks, config.keys, config.stages)))
     return Budget(tile, cut(memory.total, *places, ("rest", memory.statistics)), (role,), config.blocks)
 
@@ -361,7 +361,7 @@ def simt_forward_budget(config: simt.Config) -> Budget:
     places = [(name, start * itemsize) for name, start in (("Q", 0), ("K", k), ("V", v), ("P", p))]
     t = simt_tiles.Types.of(config)
     parts = tuple(Part(name, len(kind) * itemsize // 4) for name, kind in (("S", t.scores), ("O", t.output), ("m, l", 2 * t.row.types)))
-    role = Role("all", config.threads // 32, of_launch_bounds(config.threads, config.min_blocks), parts)
+    role = Role("", config.threads // 32, of_launch_bounds(config.threads, config.min_blocks), parts)
     tile = f"{config.q_tile} x {config.kv_tile}", str(config.threads), f"{config.rows} x {config.columns}", str(config.min_blocks)
     return Budget(tile, cut(config.shared_bytes, *places), (role,), config.min_blocks)
 
@@ -394,7 +394,7 @@ def simt_gradients_budget(config: simt_backward.Config) -> Budget:
     places = [(name, start * itemsize) for name, start in (("K", 0), ("V", v), ("Q", q), ("dO", dout), *both)]
     t = simt_backward_tiles.Types.of(config)
     dk, dv, scores, dq = (Part(name, len(kind) * itemsize // 4) for name, kind in (("dK", t.dk), ("dV", t.dv), ("S", t.scores), ("dQ", t.dq)))
-    role = Role("all", config.threads // 32, of_launch_bounds(config.threads, config.min_blocks), (dk, dv), ((scores,), (dq,)))
+    role = Role("", config.threads // 32, of_launch_bounds(config.threads, config.min_blocks), (dk, dv), ((scores,), (dq,)))
     shares = ", ".join(f"{share.rows} x {share.columns}" for share in (config.scores, config.dq, config.dk))
     tile = f"{config.kv_tile} x {config.q_tile}", str(config.threads), shares, str(config.min_blocks)
     return Budget(tile, cut(config.shared_bytes, *places), (role,), config.min_blocks)

@@ -491,7 +491,7 @@ def pages() -> Svg:
 
 
 PART_COLORS = {
-    **{"Q": Q_COLOR, "K": K_COLOR, "V": V_COLOR, "O": INSIDE, "S": BORDER, "P": "#f8dcb4", "P, dS": "#f8dcb4", "dS": "#e39a6f", "dP": "#e39a6f"},
+    **{"Q": Q_COLOR, "K": K_COLOR, "V": V_COLOR, "O": INSIDE, "S": BORDER, "P": "#f8dcb4", "P, dS": "#f8dcb4", "dS": "#e39a6f", "dP": "#c3a5dd"},
     **{"dO": "#a9bfe3", "dQ": "#4f9a70", "dK": "#b5719c", "dV": "#b89d3c", "Q^T": "#c4e3d0", "dO^T": "#d0dcf0", "m, l": "#b9c3cf"},
     **{"sums": INSIDE, "loaded": Q_COLOR, "broadcast": K_COLOR},
 }
@@ -529,18 +529,18 @@ def _role(svg, x, y, role, scale):
     return x + width
 
 
-def _legend(svg, x, y, cases, words):
-    """The colours that are in the budgets, and what they are of."""
+def _legend(svg, x, y, cases, others):
+    """The colours that are in the budgets, and what they are of; ``others`` by their names."""
     names = dict.fromkeys(part.name for _, budget in cases for part in budget.memory)
     names |= dict.fromkeys(part.name for _, budget in cases for role in budget.roles for part in (*role.parts, *sum(role.phases, ())))
     for name in dict.fromkeys(_kind(name) for name in names if name not in ("rest", "P, dS")):
         svg.rect(x, y, 13, 13, PART_COLORS[name], "none")
         svg.text(x + 18, y + 11, name, 12)
         x += 34 + 7.5 * len(name)
-    for fill, name in ((SKIPPED, words), ("none", "free")):
+    for name, fill in others.items():
         svg.rect(x, y, 13, 13, fill)
         svg.text(x + 18, y + 11, name, 12)
-        x += 34 + 6.5 * len(name)
+        x += 34 + 6 * len(name)
 
 
 def _budgets(cases) -> Svg:
@@ -567,9 +567,9 @@ def _budgets(cases) -> Svg:
                 at = _role(svg, at, y, role, registers_scale)
         many = f"{budget.blocks} blocks of {budget.kib}" if budget.blocks > 1 else budget.kib
         svg.text(left, y + BAR + 15, many, 12, SOFT)
-        told = dict.fromkeys(f"{_kind(role.name)} {role.registers}" for role in budget.roles)
-        svg.text(middle + 30, y + BAR + 15, f"a thread's: {', '.join(told)}", 12, SOFT)
-    _legend(svg, 20, 62 + step * len(cases) + 10, cases, "barriers, statistics, addresses, and all else")
+        told = dict.fromkeys(f"{role.registers} a {_kind(role.name)} thread".replace("  ", " ") for role in budget.roles)
+        svg.text(middle + 30, y + BAR + 15, ", ".join(told), 12, SOFT)
+    _legend(svg, 20, 62 + step * len(cases) + 10, cases, {"barriers, statistics, addresses, and all else": SKIPPED, "free": "none"})
     return svg
 
 
@@ -589,7 +589,7 @@ def budget_sm90_gradients() -> Svg:
 
 def budget_sm90_decode() -> Svg:
     """Of decoding on Hopper."""
-    cases = [((f"D {dims}", f"{rows} rows, divided by {b.tile[0]}"), b) for (dims, rows), b in budgets.sm90_decode_cases()]
+    cases = [((f"D {dims}", f"{rows} rows, by {b.tile[0]}"), b) for (dims, rows), b in budgets.sm90_decode_cases()]
     return _budgets(cases)
 
 
@@ -619,7 +619,7 @@ def budget_cpu() -> Svg:
         end = _parts(svg, left, y, BAR, budget.memory, (middle - left - 74) / most)
         svg.rect(left, y, end - left, BAR, "none", INK, 1.2, 0)
         svg.text(end + 6, y + 19, budget.kib, 12, SOFT)
-    _legend(svg, 20, 62 + step * len(cases) + 8, cases, "lists, statistics, addresses")
+    _legend(svg, 20, 62 + step * len(cases) + 8, cases, {"lists, statistics, addresses": SKIPPED})
     svg.text(middle + 30, 26, "Vector registers", 15, weight="bold")
     svg.text(middle + 30, 44, "in the loop of a product, float32", 12, SOFT)
     y = 62
