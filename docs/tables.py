@@ -1,6 +1,6 @@
 """Writes the tables of the README and the documentation anew: ``python docs/tables.py``.
 
-Those of support come from the code, those of measurements from the result files that a page names.
+Those of support come from the code, those of budgets from the kernels' configurations, those of measurements from the result files that a page names.
 """
 
 from __future__ import annotations
@@ -15,21 +15,29 @@ from numbaflash.support import features_markdown, markdown
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
+if str(ROOT / "docs") not in sys.path:
+    sys.path.append(str(ROOT / "docs"))
+
+import budgets  # noqa: E402
 
 from bench import counter_tables, published, roofline  # noqa: E402
 from numbaflash.benchmarks import records  # noqa: E402
 
-NAMES = ("start", "profiling", "performance", "performance-cpu", "performance-roofline")
+KERNELS = ("kernels-cpu", "kernels-simt", "kernels-sm90", "kernels-sm90-backward", "kernels-sm90-decode")
+NAMES = ("start", "profiling", "performance", "performance-cpu", "performance-roofline", *KERNELS)
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES)]
-MARK = r"<!-- numbaflash (?P<name>[\w ]+?)(?:: (?P<files>[\w -]+))? -->"
+MARK = r"<!-- numbaflash (?P<name>[\w -]+?)(?:: (?P<files>[\w -]+))? -->"
 
-SUPPORT = {"support": markdown, "options": features_markdown, "caches": partial(markdown, "decode")}
+OF_CODE = {
+    **{"support": markdown, "options": features_markdown, "caches": partial(markdown, "decode")},
+    **{f"budget {name}": make for name, make in budgets.TABLES.items()},
+}
 MEASURED = {
     **{f"counters {name}": make for name, make in counter_tables.TABLES.items()},
     **{f"roofline {name}": make for name, make in roofline.TABLES.items()},
     **{f"measured {name}": make for name, make in published.TABLES.items()},
 }
-TABLES = {*SUPPORT, *MEASURED, "sources"}
+TABLES = {*OF_CODE, *MEASURED, "sources"}
 
 
 def named(text: str) -> list[str]:
@@ -44,8 +52,8 @@ def results(files) -> dict[str, list[dict]]:
 
 def made(name: str, files: str | None, text: str) -> str:
     """A table, from the results that its mark names, or else from those of the whole page."""
-    if name in SUPPORT:
-        return SUPPORT[name]()
+    if name in OF_CODE:
+        return OF_CODE[name]()
     found = results(files.split() if files else named(text))
     return published.sources(found) if name == "sources" else MEASURED[name]([r for some in found.values() for r in some])
 
