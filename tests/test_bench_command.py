@@ -212,6 +212,13 @@ def test_wrong_words_are_named_and_nothing_is_written(words, told, capsys, tmp_p
     assert not list(tmp_path.iterdir())
 
 
+def test_results_are_not_replaced_unasked(capsys, tmp_path):
+    out = tmp_path / "run.jsonl"
+    out.write_text("mine")
+    status, _, said = bench_of(capsys, *SMALL, "--only", "prefill", "--out", out)
+    assert status == 2 and "is there already; name another file, or add --overwrite" in said and out.read_text() == "mine"
+
+
 def test_a_gpu_that_is_not_there(capsys, monkeypatch):
     monkeypatch.setattr(gpu, "missing", lambda: "no CUDA GPU was found by PyTorch")
     status, _, said = bench_of(capsys, "--device", "cuda:0")
@@ -268,13 +275,28 @@ def test_a_cell_without_a_time_any_more_fails():
     found, shown = compared(before, [record(), record(ms=None, cell=other, skipped="wrong result: x")])
     assert found.failed(0.03) and "no time any more" in shown and "wrong result: x" in shown
     found, shown = compared(before, [record()])
-    assert not found.failed(0.03) and "only in the first run: 1 cells" in shown
+    assert not found.failed(0.03) and "only in the first run: forward, fp16" in shown
+    found, shown = compared(before, [record(), record("fa2", 2.0, cell=other)])
+    assert found.failed(0.03) and "there is no record of numbaflash" in shown
+
+
+def test_a_cell_that_the_budget_did_not_reach_is_told_and_is_no_regression():
+    other = replace(CELL, seqlen=128)
+    found, shown = compared([record(), record(cell=other)], [record(), record(ms=None, cell=other, skipped=running.NO_TIME)])
+    assert not found.failed(0.03) and "not reached in the second run: forward, fp16" in shown
+
+
+def test_inputs_that_are_not_told_are_told_of():
+    old = record()
+    del old["inputs"]
+    assert "1 cells whose inputs a run does not tell" in compared([old], [record()])[1]
 
 
 @pytest.mark.parametrize(
     ("after", "told"),
     [
         ([record(gpu="NVIDIA A100")], "the runs are of two devices"),
+        ([record(threads=64, torch_threads=2)], "the runs are of two devices.*64 threads"),
         ([record(inputs=[1, 4])], "the inputs of the two runs differ"),
         ([record(method="another")], "the way of measuring of the two runs differ"),
         ([record(cell=replace(CELL, causal=False))], "share no cell"),

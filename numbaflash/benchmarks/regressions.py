@@ -12,9 +12,12 @@ from statistics import median
 
 from . import records
 from .peers import OURS, OWN
+from .running import NO_TIME
 from .tables import GREEN, RED, RESET, aligned, by_cell, name_of
 
 BY = ("ratio", "time")
+NAMED = 10
+"""Cells that are not in both runs, of each kind, that the table names."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +63,18 @@ class Comparison:
     changes : list of Change
     lost : list of (str, str)
         Cells, and the reason why numbaflash has a time before and none after.
+    unreached : list of str
+        Cells for which the second run had no time.
+    unchecked : int
+        Cells of which a run does not tell the inputs.
     before_only, after_only : list of str
         Cells that the other run does not have.
     """
 
     changes: list[Change]
     lost: list[tuple[str, str]]
+    unreached: list[str]
+    unchecked: int
     before_only: list[str]
     after_only: list[str]
 
@@ -97,26 +106,36 @@ def compare(before: Iterable[dict], after: Iterable[dict], *, by: str | None = N
     if by is not None and by not in BY:
         raise ValueError(f"by must be one of {', '.join(BY)} or None; got {by!r}")
     before, after = ([record for record in recs if not record.get("quantity")] for recs in (before, after))
-    devices = [sorted({record["gpu"] for record in recs}) for recs in (before, after)]
+    devices = [_devices(recs) for recs in (before, after)]
     if devices[0] != devices[1] and not other_device and before and after:
-        raise ValueError(f"the runs are of two devices, {' and '.join(', '.join(each) for each in devices)}; say so to compare them all the same")
+        raise ValueError(f"the runs are of two devices, {' and '.join(devices)}; other_device (--other-device) compares them all the same")
     old, new = _by_place(before), _by_place(after)
-    changes, lost = [], []
+    changes, lost, unreached, unchecked = [], [], [], 0
     for place in (key for key in old if key in new):
         ours_before, ours_after = old[place].get(OURS), new[place].get(OURS)
-        if ours_before is None or ours_before["ms"] is None or ours_after is None:
+        if ours_before is None or ours_before["ms"] is None:
             continue
-        if ours_after["ms"] is None:
+        if ours_after is None:
+            lost.append((_told(place), f"there is no record of {OURS}"))
+        elif ours_after.get("skipped") == NO_TIME:
+            unreached.append(_told(place))
+        elif ours_after["ms"] is None:
             lost.append((_told(place), str(ours_after.get("skipped"))))
-            continue
-        _check_alike(place, ours_before, ours_after)
-        change = _change(place, old[place], new[place], by)
-        if change is not None:
-            changes.append(change)
+        else:
+            unchecked += not _check_alike(place, ours_before, ours_after)
+            change = _change(place, old[place], new[place], by)
+            changes += [] if change is None else [change]
     only = [[_told(place) for place in one if place not in other] for one, other in ((old, new), (new, old))]
-    if not changes and not lost:
+    if not (changes or lost or unreached):
         raise ValueError(f"the two runs share no cell in which numbaflash {'and a peer have' if by == 'ratio' else 'has'} a time")
-    return Comparison(changes, lost, *only)
+    return Comparison(changes, lost, unreached, unchecked, *only)
+
+
+def _devices(recs) -> str:
+    """What was measured on: a processor with so many threads is another one with more."""
+    found = {(record["gpu"], record.get("threads"), record.get("torch_threads")) for record in recs}
+    told = [gpu + (f" ({threads} threads, {torch_threads} of torch)" if threads else "") for gpu, threads, torch_threads in found]
+    return ", ".join(sorted(told))
 
 
 def _by_place(recs) -> dict[tuple, dict[str, dict]]:
@@ -135,12 +154,14 @@ def _told(place) -> str:
     return f"{direction}, {name_of(cell)}"
 
 
-def _check_alike(place, before, after):
-    for field, what in (("inputs", "inputs"), ("method", "way of measuring")):
+def _check_alike(place, before, after) -> bool:
+    """Whether both runs tell their inputs; a ValueError where these, or the way of measuring, differ."""
+    for field, what in (("method", "way of measuring"), ("inputs", "inputs")):
         told = before.get(field), after.get(field)
         if None not in told and told[0] != told[1]:
             shown = f" ({told[0]}; {told[1]})" if field == "method" else ""
             raise ValueError(f"{_told(place)}: the {what} of the two runs differ, so they are not compared{shown}")
+    return None not in told
 
 
 def _change(place, old, new, by) -> Change | None:
@@ -176,16 +197,18 @@ def table(comparison: Comparison, threshold: float, *, markdown=False, colour=Fa
             shades = {"slower": RED, "faster": GREEN}
             lines = [shades[line.rsplit(" ", 1)[-1]] + line + RESET if line.rsplit(" ", 1)[-1] in shades else line for line in lines]
     lines += [f"no time any more: {cell}: {reason}" for cell, reason in comparison.lost]
-    for what, cells in (("only in the first run", comparison.before_only), ("only in the second run", comparison.after_only)):
-        if cells:
-            lines.append(f"{what}: {len(cells)} cells, such as {cells[0]}")
+    if comparison.unchecked:
+        lines.append(f"{comparison.unchecked} cells whose inputs a run does not tell: whether they are the same is not known")
+    named = (("not reached in the second run", comparison.unreached), ("only in the first run", comparison.before_only))
+    for what, cells in (*named, ("only in the second run", comparison.after_only)):
+        lines += [f"{what}: {cell}" for cell in cells[:NAMED]] + ([f"{what}: {len(cells) - NAMED} more"] if len(cells) > NAMED else [])
     return "\n".join([*lines, summary(comparison, threshold)])
 
 
 def summary(comparison: Comparison, threshold: float) -> str:
     """One line."""
     if not comparison.changes:
-        return f"{len(comparison.lost)} cells have no time any more"
+        return f"{len(comparison.lost)} cells have no time any more; {len(comparison.unreached)} were not reached"
     speeds, worse = [change.speed for change in comparison.changes], comparison.regressions(threshold)
     told = f"{len(speeds)} cells: speed {min(speeds):.2f} to {max(speeds):.2f} of what it was, median {median(speeds):.2f}"
     slower = f"{len(worse) or 'none'} slower by more than {100 * threshold:g}% beyond the spread"

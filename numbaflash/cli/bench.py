@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -42,7 +43,7 @@ def add_parser(commands) -> argparse.ArgumentParser:
     cells.add_argument("--only", type=_words, metavar="KINDS", help=f"of {', '.join(KINDS)} {told('only')}")
     cells.add_argument("--dtype", type=_words, help=f"of {', '.join(DTYPES)} {told('dtype')}")
     cells.add_argument("--head-dim", type=_integers, help=told("head_dim"))
-    cells.add_argument("--heads", type=_words, help=f'"HEADS/KV_HEADS", or mha: as many as make 2048 columns {told("heads")}')
+    cells.add_argument("--heads", type=_words, help=f'"HEADS/KV_HEADS", mha (as many as make 2048 columns) or gqa (32/8) {told("heads")}')
     cells.add_argument("--seqlen", type=_integers, help=f"of prefill, gradients and options {told('seqlen')}")
     cells.add_argument("--tokens", type=int, help=f"of a batch there: tokens / seqlen sequences, one at least {told('tokens')}")
     cells.add_argument("--causal", type=_words, metavar="MASKS", help=f"of {', '.join(MASKS)}, there {told('causal')}")
@@ -60,6 +61,7 @@ def add_parser(commands) -> argparse.ArgumentParser:
     how.add_argument("--list", action="store_true", help="say what would be measured, and measure nothing")
     result = parser.add_argument_group("results")
     result.add_argument("--out", metavar="FILE", help="records, a JSON object a line (default: DATE-DEVICE-bench.jsonl, here)")
+    result.add_argument("--overwrite", action="store_true", help="replace FILE where it is there already")
     result.add_argument("--plot", action="store_true", help="draw figures beside the records (needs matplotlib)")
     result.add_argument("--metric", choices=("tflops", "ms"), help="of the tables (default: tflops; of decoding, ms)")
     parser.set_defaults(action=_measure)
@@ -121,7 +123,7 @@ def _measure(arguments) -> int:
 
     device, reason = _device(arguments.device)
     plan, rounds, budget = _plan(arguments, device)
-    out = _out(arguments.out)
+    out = _out(arguments.out, arguments.overwrite or arguments.list)
     for kind, (_, cells) in plan.groups.items():
         print(f"{kind}: {len(cells)} cells, {cells[0]}" + (f" to {cells[-1]}" if len(cells) > 1 else ""))
     if arguments.list:
@@ -267,15 +269,18 @@ def _plan(arguments, device):
     return plan, given["rounds"], given["budget"]
 
 
-def _out(path) -> Path | None:
-    """Where the records go, known to be writable before anything is measured."""
+def _out(path, overwrite) -> Path | None:
+    """Where the records go, looked at before anything is measured."""
     if path is None:
         return None
     path = Path(path)
     if path.suffix != ".jsonl":
         raise CommandError(f"--out must end in .jsonl; got {path}")
-    if path.is_dir() or not path.resolve().parent.is_dir():
-        raise CommandError(f"--out {path}: it must be a file in a folder that there is")
+    folder = path.resolve().parent
+    if path.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise CommandError(f"--out {path}: it must be a file in a folder that there is and that can be written")
+    if path.exists() and not overwrite:
+        raise CommandError(f"--out {path} is there already; name another file, or add --overwrite")
     return path
 
 
