@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from numbaflash.benchmarks import gpu, records, timing
+from numbaflash.benchmarks import gpu, plots, records, timing
 from numbaflash.benchmarks.cells import DTYPES, Cell
 from numbaflash.benchmarks.peers import OURS
 from numbaflash.benchmarks.timing import quartiles
@@ -246,7 +246,7 @@ def plot(found, path) -> Path:
         panel.set_axisbelow(True)
         panel.spines[["top", "right"]].set_visible(False)
     above.legend(frameon=False, fontsize="small", loc="lower right", ncols=2)
-    figure.savefig(path, dpi=130)
+    plots.save(figure, path, found)
     return Path(path)
 
 

@@ -1,4 +1,4 @@
-"""Writes the tables of the README and the documentation anew: ``python docs/tables.py``.
+"""Writes the tables of the README and the documentation anew, and draws the pictures of measurements: ``python docs/tables.py``.
 
 Those of support come from the code, those of budgets from the kernels' configurations, those of measurements from the result files that a page names.
 """
@@ -21,7 +21,7 @@ if str(ROOT / "docs") not in sys.path:
 import budgets  # noqa: E402
 
 from bench import counter_tables, published, roofline  # noqa: E402
-from numbaflash.benchmarks import records  # noqa: E402
+from numbaflash.benchmarks import plots, records  # noqa: E402
 
 KERNELS = ("kernels-cpu", "kernels-simt", "kernels-sm90", "kernels-sm90-backward", "kernels-sm90-decode")
 NAMES = ("start", "profiling", "performance", "performance-cpu", "performance-roofline", *KERNELS)
@@ -38,6 +38,16 @@ MEASURED = {
     **{f"measured {name}": make for name, make in published.TABLES.items()},
 }
 TABLES = {*OF_CODE, *MEASURED, "sources"}
+
+
+BACKWARD = ("2026-11-30-h200-backward", "2026-11-30-h200-backward-fp16-mha", "2026-11-30-h200-backward-bf16-32-8")
+DECODE = ("2026-12-01-h200-decode", "2026-12-01-h200-decode-mha-mqa")
+PICTURES = {
+    "2026-11-30-h200-forward": (plots.plot, ("2026-11-30-h200-forward",)),
+    "2026-11-30-h200-backward": (plots.plot, BACKWARD),
+    "2026-12-01-h200-roofline.png": (roofline.plot, ("2026-11-30-h200-forward", *BACKWARD, *DECODE, "2026-11-29-h200-ceilings")),
+}
+"""What draws the pictures in bench/results, and of which files; a name without an ending is that of several pictures."""
 
 
 def named(text: str) -> list[str]:
@@ -67,6 +77,13 @@ def written(text: str) -> str:
     return re.sub(rf"(?P<mark>{MARK})\n.*?<!-- end -->", table, text, flags=re.S)
 
 
+def drawn_of(files) -> list[dict]:
+    """Records of which a picture is drawn."""
+    return [record for found in results(files).values() for record in found]
+
+
 if __name__ == "__main__":
     for page in PAGES:
         page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")
+    for name, (draw, files) in PICTURES.items():
+        draw(drawn_of(files), records.RESULTS / name)

@@ -211,6 +211,18 @@ def test_workspace_formulas(family, dtype, dims, deterministic):
         assert plan.workspace_bytes == expected
 
 
+def test_pictures_of_measurements_are_drawn_of_the_results():
+    from numbaflash.benchmarks import plots, records
+
+    pytest.importorskip("PIL")
+    made, found = tables(), {path.name: plots.source_of(path) for path in records.RESULTS.glob("*.png")}
+    for name, (_, files) in made.PICTURES.items():
+        source, stem = records.digest(made.drawn_of(files)), name.removesuffix(".png")
+        mine = [picture for picture in found if picture.startswith(stem)]
+        assert mine and all(found.pop(picture) == source for picture in mine), "run: python docs/tables.py"
+    assert not found, "of these pictures nothing is known"
+
+
 def test_links_between_pages():
     for page in PAGES:
         for target in re.findall(r"\]\((?!https?:|#|mailto:)([^)#]+)", page.read_text(encoding="utf-8")):

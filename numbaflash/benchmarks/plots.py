@@ -10,6 +10,8 @@ from .tables import SHORT, by_cell, name_of
 
 COLOURS = {OURS: "#d1382f", OURS_DETERMINISTIC: "#e8998f", "fa4": "#1f5fa8", "cudnn": "#3f9142", "fa2": "#8a63b5", "dense": "#7a7a7a"}
 COLOURS |= {"sdpa": "#1f5fa8", "numpy": "#b0a080", "efficient": "#c7a13c", "flex": "#4fb3bf", "flashinfer": "#5d6d7e", OURS_PLAIN: "#f3c7c2"}
+SOURCE = "Source"
+"""What a PNG calls the digest of its records."""
 MARKERS = {OURS: "o", OURS_DETERMINISTIC: "o", "fa4": "s", "cudnn": "^", "fa2": "D", "dense": "x"}
 TITLES = {
     "forward": "Attention forward",
@@ -70,9 +72,22 @@ def plot(recs, path) -> list[Path]:
         heads = "equal query and key/value heads" if kind == "mha" else f"{kind} query/key-value heads"
         figure.suptitle(f"{TITLES.get(group[0]['direction'], group[0]['direction'])}, {SHORT.get(dtype, dtype)}, {heads}, {group[0]['gpu']}")
         target = path.with_name(f"{path.stem}-{SHORT.get(dtype, dtype)}-{kind.replace('/', '-')}.png")
-        figure.savefig(target, dpi=130)
+        save(figure, target, recs)
         written.append(target)
     return written
+
+
+def save(figure, path, recs) -> None:
+    """Write a figure as a PNG that tells the `records.digest` of what it was drawn of."""
+    figure.savefig(path, dpi=130, metadata={SOURCE: records.digest(recs)})
+
+
+def source_of(path) -> str | None:
+    """The digest that `save` wrote into a PNG."""
+    from PIL import Image
+
+    with Image.open(path) as image:
+        return image.info.get(SOURCE)
 
 
 def _panel(panel, cells, dim, mask, libraries):
@@ -143,5 +158,5 @@ def plot_bars(recs, path) -> list[Path]:
     figure.legend(bars.values(), bars.keys(), loc="outside lower center", ncols=min(4, len(bars)), frameon=False)
     figure.suptitle(f"{TITLES.get(recs[0]['direction'], recs[0]['direction'])}, {recs[0]['gpu']}")
     target = Path(f"{path}.png")
-    figure.savefig(target, dpi=130)
+    save(figure, target, recs)
     return [target]

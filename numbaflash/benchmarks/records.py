@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import math
 import os
@@ -99,6 +100,12 @@ def read(*paths) -> list[dict]:
                 except ValueError as error:
                     raise ValueError(f"{path}, line {number}: {error}") from None
     return records
+
+
+def digest(recs) -> str:
+    """A short name of records, by which a picture that was drawn of them is known."""
+    lines = sorted(json.dumps(record, sort_keys=True) for record in recs)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def slug(name: str) -> str:
