@@ -290,7 +290,7 @@ def test_a_gpu_that_no_library_sees_is_told(capsys, monkeypatch):
 
 
 def test_peak_memory_is_measured():
-    from numbaflash.cli.measure import peak_host_bytes
+    from numbaflash.measuring import peak_host_bytes
 
     np.ones(100)
     with peak_host_bytes() as peak:
