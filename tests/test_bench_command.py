@@ -72,6 +72,13 @@ def test_a_run_with_options_and_plots(tmp_path, capsys):
     assert {p.name for p in tmp_path.iterdir()} == {"run.jsonl", "run-options.png"}
 
 
+def test_plots_without_matplotlib_are_refused_before_anything_is_measured(tmp_path, capsys, monkeypatch):
+    spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "matplotlib" else spec(name, *more))
+    status, shown, told = bench_of(capsys, *SMALL, "--plot", "--out", tmp_path / "run.jsonl")
+    assert (status, shown) == (2, "") and "pip install matplotlib" in told and not list(tmp_path.iterdir())
+
+
 def test_without_torch_numpy_is_measured(tmp_path, capsys, monkeypatch):
     spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "torch" else spec(name, *more))
