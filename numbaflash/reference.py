@@ -194,7 +194,7 @@ def without_pages(problem: Problem, k, v, page_table) -> tuple[Problem, np.ndarr
 
 def pages_of(problem: Problem, page_table) -> np.ndarray:
     """The page that each entry of the table stands for; none where there is no page at all."""
-    return np.clip(np.asarray(page_table)[:, : problem.seqlen_k // problem.page_size], 0, max(problem.pages - 1, 0))
+    return np.clip(np.asarray(page_table, np.int64)[:, : problem.seqlen_k // problem.page_size], 0, max(problem.pages - 1, 0))
 
 
 def lengths(problem: Problem, b: int, seqlens_q=None, seqlens_k=None, **_) -> tuple[int, int]:

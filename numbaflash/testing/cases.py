@@ -263,7 +263,7 @@ class Cache:
             raise ValueError(f"page_size must be at least 1, or None; got {self.page_size}")
         if min(self.shared, self.spare) < 0:
             raise ValueError(f"shared and spare must not be negative; got {self!r}")
-        if self.page_size is None and self != Cache(self.lengths):
+        if self.page_size is None and (self.order, self.shared, self.spare, self.wrong) != (ORDERS[0], 0, 0, False):
             raise ValueError(f"only caches in pages have an order of them, shared, spare and wrong ones; got {self!r}")
 
     @property
@@ -870,8 +870,7 @@ def taking_part(problem: Problem, **options) -> tuple[np.ndarray, np.ndarray]:
         packing = reference.Packing.of(problem, reference.check_options(problem, _arrays(problem, options)))
         return tuple(packing.rows(x, name, False) for x, name in zip(taking_part(packing.padded, **packing.options), "qk", strict=True))
     if problem.paged:
-        table = np.asarray(options[PAGE_TABLE]).astype(np.int64).reshape(problem.shape_of(PAGE_TABLE))
-        pages = reference.pages_of(problem, table)
+        pages = reference.pages_of(problem, options[PAGE_TABLE])
         contiguous = replace(problem, pages=0, page_size=0, max_pages=0)
         queries, seen = taking_part(contiguous, **{name: x for name, x in options.items() if name != PAGE_TABLE})
         keys = np.zeros(problem.k_shape[:3], bool)
