@@ -639,7 +639,7 @@ def test_fuzz_replays_decoding(tmp_path, capsys):
 
 
 def test_fuzz_refuses(tmp_path, capsys):
-    refused(capsys, "in decoding; got bias", "fuzz", "--direction", "decode", "--option", "bias")
+    refused(capsys, "in decoding; got bias", "fuzz", "--family", "cpu", "--direction", "decode", "--option", "bias")
     refused(capsys, "invalid choice: 'masks'", "fuzz", "--option", "masks")
     refused(capsys, "minutes must be positive", "fuzz", "--minutes", "0")
     refused(capsys, "max_seqlen must be at least 1; got 0", "fuzz", "--max-seqlen", "0")

@@ -326,9 +326,7 @@ def decode_problems(
     -------
     strategy of DecodeCase
     """
-    unknown = set(options) - set(OF_DECODING)
-    if unknown:
-        raise ValueError(f"options must be of {', '.join(OF_DECODING)} in decoding; got {', '.join(sorted(unknown))}")
+    _check_of_decoding(options)
     every = st.one_of(st.sampled_from(HEAD_DIMS), st.integers(1, MAX_HEAD_DIM), st.sampled_from((257, 320, 512, 576)))
     dims = every if head_dims is None else st.sampled_from(sorted(head_dims))
     capacity = draw(lengths(min(max_seqlen, work)))
@@ -383,6 +381,12 @@ def decode_problems(
     return replace(case, **_layouts(draw, case, operands, {*operands} - {"seqlens_k", PAGE_TABLE, *case.results}))
 
 
+def _check_of_decoding(options):
+    unknown = set(options) - set(OF_DECODING)
+    if unknown:
+        raise ValueError(f"options must be of {', '.join(OF_DECODING)} in decoding; got {', '.join(sorted(unknown))}")
+
+
 @st.composite
 def _caches(draw, batch, capacity, page_size, lengths_dtype, empty):
     far = 2**40 if lengths_dtype == "int64" else 2**31 - 1
@@ -426,6 +430,8 @@ def problems_for(name: str | None, device=CPU, direction: str = "forward", **opt
         When the family has nothing on this device; the message holds its reason.
     """
     draw_from = {"forward": problems, "backward": backward_problems, "decode": decode_problems}[direction]
+    if direction == "decode":
+        _check_of_decoding(options.get("options", ()))  # at once, not with the first case
     largest = MAX_CACHE_HEAD_DIM if direction == "decode" else MAX_HEAD_DIM
     if name is None:
         return draw_from(**options)
