@@ -623,7 +623,7 @@ def test_fuzz_of_decoding(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     only = ("--family", "cpu", "--dtype", "float32", "--head-dim", "8", "--seed", "2", "--max-seqlen", "40")
     status, out, err = command(capsys, "fuzz", "--minutes", "0.05", "--direction", "decode", *only)
-    assert status == 0 and out.startswith("fuzz: decode, cpu") and "page_table" in out, out + err
+    assert status == 0 and out.startswith("fuzz: decode, cpu") and "no case failed" in out, out + err
     asked = []
     monkeypatch.setattr(testing, "fuzz", lambda **options: asked.append(options["options"]) or 0)
     assert command(capsys, "fuzz", "--direction", "decode", "--option", "all")[0] == 0 and set(asked[0]) == set(OF_DECODING)

@@ -1335,7 +1335,7 @@ def test_fuzz_of_decoding(tmp_path, monkeypatch):
     failure, text = tmp_path / "failure.json", io.StringIO()
     only = {"direction": "decode", "family": "cpu", "dtypes": ("float32",), "head_dims": (8,), "max_seqlen": 40, "work": 2**9, "file": text}
     assert testing.fuzz(0.08, seed=1, failure=failure, **only) == 0, text.getvalue()
-    assert text.getvalue().startswith("fuzz: decode, cpu, numpy, seed 1") and "page_table" in text.getvalue()
+    assert text.getvalue().startswith("fuzz: decode, cpu, numpy, seed 1") and "no case failed" in text.getvalue()
 
     right = numbaflash.decode
 
