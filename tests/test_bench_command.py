@@ -263,6 +263,13 @@ def test_a_gpu_that_is_not_there(capsys, monkeypatch):
     assert status == 0 and "prefill" in shown
 
 
+def test_saved_runs_are_shown(tmp_path, capsys):
+    path = records.write(tmp_path / "a.jsonl", [record(), record(library="sdpa", ms=1.5)])
+    assert bench_of(capsys, "show", path)[:2] == (0, tables.tables(records.read(path)) + "\n")
+    status, shown, _ = bench_of(capsys, "show", path, "--metric", "ms", "--markdown")
+    assert status == 0 and "| 1.5* |" in shown
+
+
 def test_a_damaged_file(tmp_path, capsys):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(record()) + "\n{broken\n")
