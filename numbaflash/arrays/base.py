@@ -63,12 +63,16 @@ class Library:
     """Likewise for `numbaflash.attention_varlen`. (`forward` and `backward` take packed sequences too.)"""
     decode: Any = None
     """Likewise for `numbaflash.decode`: a function of q, the caches, lengths, page table and the options."""
+    cascade: Any = None
+    """Likewise for `numbaflash.cascade`."""
     no_plans = ""
     """Why there is no `numbaflash.DecodePlan` for these arrays, where there is none."""
     lends = False
     """Whether arrays are borrowed first, by `numbaflash.arrays.borrowed.Lender.borrowed`."""
     append_kv: Any = None
     """Set where `numbaflash.append_kv` takes another road: a function of its arrays, ``interleaved`` and ``stream``."""
+    untraced: Any = None
+    """Set where a plan is not made or run as usual: a function of the function to call instead."""
     merge: Any = None
     """Set where `numbaflash.merge` cannot use array operations."""
     namespace: Any = None
