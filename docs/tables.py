@@ -16,33 +16,46 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from bench import counter_tables, records, roofline  # noqa: E402
+from bench import counter_tables, published, records, roofline  # noqa: E402
 
-PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("start", "profiling", "performance", "performance-roofline"))]
+NAMES = ("start", "profiling", "performance", "performance-cpu", "performance-roofline")
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES)]
+MARK = r"<!-- numbaflash (?P<name>[\w ]+?)(?:: (?P<files>[\w -]+))? -->"
 
-
-def results(page: str) -> list[dict]:
-    """Records of the result files that a page of the documentation names, in their order."""
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    return records.read(*(ROOT / file for file in dict.fromkeys(re.findall(r"`(bench/results/[\w-]+\.jsonl)`", text))))
-
-
-def of_results(make, page):
-    return make(results(page))
-
-
-TABLES = {
-    "support": markdown,
-    "options": features_markdown,
-    "caches": partial(markdown, "decode"),
-    **{f"counters {name}": partial(of_results, make, "profiling.md") for name, make in counter_tables.TABLES.items()},
-    **{f"roofline {name}": partial(of_results, make, "performance-roofline.md") for name, make in roofline.TABLES.items()},
+SUPPORT = {"support": markdown, "options": features_markdown, "caches": partial(markdown, "decode")}
+MEASURED = {
+    **{f"counters {name}": make for name, make in counter_tables.TABLES.items()},
+    **{f"roofline {name}": make for name, make in roofline.TABLES.items()},
+    **{f"measured {name}": make for name, make in published.TABLES.items()},
 }
+TABLES = {*SUPPORT, *MEASURED, "sources"}
+
+
+def named(text: str) -> list[str]:
+    """The result files that a page names, in their order: ``bench/results/FILE.jsonl`` as code."""
+    return list(dict.fromkeys(re.findall(r"`bench/results/([\w-]+)\.jsonl`", text)))
+
+
+def results(files) -> dict[str, list[dict]]:
+    """Records of result files, by file."""
+    return {file: records.read(records.RESULTS / f"{file}.jsonl") for file in files}
+
+
+def made(name: str, files: str | None, text: str) -> str:
+    """A table, from the results that its mark names, or else from those of the whole page."""
+    if name in SUPPORT:
+        return SUPPORT[name]()
+    found = results(files.split() if files else named(text))
+    return published.sources(found) if name == "sources" else MEASURED[name]([r for some in found.values() for r in some])
 
 
 def written(text: str) -> str:
     """A page with each of its tables as it is to be."""
-    return re.sub(r"(<!-- numbaflash ([\w ]+) -->\n).*?(<!-- end -->)", lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", text, flags=re.S)
+
+    def table(found):
+        return f"{found['mark']}\n{made(found['name'], found['files'], text)}\n<!-- end -->"
+
+    return re.sub(rf"(?P<mark>{MARK})\n.*?<!-- end -->", table, text, flags=re.S)
 
 
 if __name__ == "__main__":

@@ -453,7 +453,7 @@ def test_explain_of_gradients_of_nothing():
 def test_explain_checks_as_backward_does():
     with pytest.raises(ValueError, match="lse must have shape"):
         numbaflash.explain(Q, K, V, direction="backward", lse=LSE[..., :4])
-    with pytest.raises(ValueError, match='direction must be "forward" or "backward"; got \'both\''):
+    with pytest.raises(ValueError, match='direction must be "forward", "backward" or "decode"; got \'both\''):
         numbaflash.explain(Q, K, V, direction="both")
     with pytest.raises(TypeError, match="deterministic must be True or False"):
         numbaflash.explain(Q, K, V, deterministic=None)

@@ -6,16 +6,15 @@ NumPy; without that it is only compiled. Lines that start with ``>>>`` are check
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib.util
 import itertools
-import json
 import re
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 import pytest
 
@@ -127,8 +126,9 @@ def test_figures_are_drawn_by_the_code(name):
     assert (ROOT / "docs" / "figures" / f"{name}.svg").read_text(encoding="utf-8") == drawn, "run: python docs/figures/draw.py"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
-@pytest.mark.parametrize("name", ["support", "options", "caches"])
+@pytest.mark.parametrize(
+    ("page", "name"), [("README.md", "support"), ("docs/start.md", "support"), ("docs/start.md", "options"), ("docs/start.md", "caches")]
+)
 def test_support_tables_are_what_the_families_say(page, name):
     from numbaflash.support import features_markdown, markdown
 
@@ -147,16 +147,18 @@ def tables():
 
 def test_tables_of_measurements_are_those_of_the_results():
     made = tables()
+    marked = {page: [found["name"] for found in re.finditer(f"^{made.MARK}$", page.read_text(encoding="utf-8"), re.M)] for page in PAGES}
+    assert {page for page, names in marked.items() if names} == set(made.PAGES)
+    assert set(itertools.chain(*marked.values())) == made.TABLES
     for page in made.PAGES:
         text = page.read_text(encoding="utf-8")
         assert made.written(text) == text, f"{page.name}: run: python docs/tables.py"
-    marked = {page: re.findall(r"^<!-- numbaflash ([\w ]+) -->$", page.read_text(encoding="utf-8"), re.M) for page in PAGES}
-    assert {page for page, names in marked.items() if names} == set(made.PAGES)
-    assert set().union(*marked.values()) == set(made.TABLES)
 
 
 def test_what_the_page_on_profiling_says_was_counted():
-    main = {r["case"]: r for r in tables().results("profiling.md") if r["main"]}
+    made = tables()
+    found = made.results(made.named((ROOT / "docs" / "profiling.md").read_text(encoding="utf-8")))
+    main = {r["case"]: r for r in itertools.chain(*found.values()) if r["main"]}
     forward, decode = (main[name]["counters"] for name in ("forward-d128-causal", "decode-64-of-8k"))
     pipes = ("xu_pct", "fma_pct", "alu_pct", "lsu_pct", "uniform_pct", "issue_pct", "dram_pct", "l2_pct", "l1_pct")
     assert all(forward["tensor_pct"] > 1.25 * forward[name] for name in pipes), "bound by the tensor pipe"
@@ -166,55 +168,6 @@ def test_what_the_page_on_profiling_says_was_counted():
     stalls = {name: main[name]["stalls"] for name in main}
     assert max(stalls["forward-d128-causal"].values()) < forward["cycles_per_issue"] / 2
     assert stalls["decode-64-of-8k"]["long_scoreboard"] > decode["cycles_per_issue"] / 2
-
-
-def ratios_of_results(direction):
-    """The performance page, and of the files of whole runs that it names the best peer's time over ours, and all times, for each cell."""
-    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    files = re.findall(rf"`(bench/results/\S+h200-{direction}(?:-(?:bf16|fp16)-[\w-]+)?\.jsonl)`", page)  # not those of some cells anew
-    times = {}
-    for line in itertools.chain.from_iterable((ROOT / file).read_text(encoding="utf-8").splitlines() for file in files):
-        record = json.loads(line)
-        if record["ms"] is not None:
-            cell = tuple(record[name] for name in ("head_dim", "causal", "seqlen_q", "dtype", "heads", "kv_heads"))
-            times.setdefault(cell, {})[record["library"]] = record["ms"]
-    peers = ("cudnn", "fa2", "fa4")
-    return page, {cell: min(place[name] for name in peers if name in place) / place["numbaflash"] for cell, place in times.items()}, times
-
-
-def check_summary(page, ratios):
-    """What the performance page and the README say of all cells; the README's sentence is what follows."""
-    n, least, middle, most = len(ratios), min(ratios.values()), median(ratios.values()), max(ratios.values())
-    good = sum(ratio >= 1 for ratio in ratios.values())
-    assert f"at least 1.00 in {good} of {n} cells, median {middle:.2f}, least {least:.2f}, most {most:.2f}" in page
-    assert f"The {n - good} cells below 1.00" in page
-    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert f"{least:.2f} to {most:.2f} times the best of" in readme
-    assert f"{middle:.2f} in the median of {n} shapes, and at least at 1.00 in {good} of them" in readme
-
-
-def check_table(page, values):
-    """Least and most of the pairs of dtype and heads, by head dim, mask and length."""
-    lengths = sorted({cell[2] for cell in values})
-    for head_dim, causal in itertools.product((64, 128, 256), (False, True)):
-        pairs = [[value for cell, value in values.items() if cell[:3] == (head_dim, causal, seqlen)] for seqlen in lengths]
-        row = " | ".join(f"{min(some):.2f} to {max(some):.2f}" for some in pairs)
-        assert f"| D {head_dim}, {'causal' if causal else 'full'} | {row} |" in page
-
-
-def test_forward_figures_are_those_of_the_results():
-    page, ratios, _ = ratios_of_results("forward")
-    check_summary(page, ratios)
-    check_table(page, ratios)
-
-
-def test_gradient_figures_are_those_of_the_results():
-    page, ratios, times = ratios_of_results("backward")
-    check_summary(page, ratios)
-    check_table(page, ratios)
-    deterministic = {cell: place["numbaflash"] / place["numbaflash-deterministic"] for cell, place in times.items()}
-    assert f"Least {min(deterministic.values()):.2f}, median {median(deterministic.values()):.2f}" in page
-    check_table(page, deterministic)
 
 
 def documented_workspaces():
@@ -308,3 +261,22 @@ def test_pages_build(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "html" / "index.html").stat().st_size > 5000
+
+
+def message_templates() -> list[str]:
+    """All texts in the package, with … for what is put into them."""
+    found = []
+    for path in sorted((ROOT / "numbaflash").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(re.sub(r"%s|%r", "…", node.value))
+    return found
+
+
+def test_messages_of_troubleshooting_are_those_of_the_code():
+    quoted = re.findall(r"^### `(.+)`$", (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8"), re.M)
+    templates = message_templates()
+    unknown = [message for message in quoted if not any(message in template for template in templates)]
+    assert len(quoted) > 20 and not unknown

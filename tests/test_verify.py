@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 import time
+from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
@@ -251,7 +252,8 @@ def test_torch_and_its_own_attention(monkeypatch):
 def test_jax():
     pytest.importorskip("jax")
     found = Report(120.0, say=lambda line: None)
-    verify.verify(calls(seqlens=(96,)), verify.open_place("jax"), found, checks=("meaning", "dispatch"))
+    place = verify.open_place("jax")
+    verify.verify(calls(seqlens=(96,)), place, found, checks=("meaning", "dispatch"))
     assert failures(found) == set() and any("as explained" in finding.text for finding in found.findings)
 
 
@@ -262,6 +264,15 @@ def test_options_of_attention():
     latent = verify.Attention(4, 4, 24, 16, "float32", latent=(40, 32), latent_scale=0.2)
     found = run([call for call in calls(latent) if call.direction == "decode"])
     assert failures(found) == set() and all(call.latent for call in calls(latent) if call.direction == "decode")
+
+
+def test_special_gradients_of_jax():
+    """Through its own derivative, as `numbaflash.backward` takes no JAX arrays."""
+    pytest.importorskip("jax")
+    cases = dict(accuracy.special_cases(calls(backward=True)))
+    for name in ("documents, rows of nothing", "packed sequences, some empty"):
+        _, figures = accuracy.special(cases[f"gradients, {name}"], verify.open_place("jax"), None)
+        assert set(figures["errors"]) == {"dq", "dk", "dv"} and 0 < max(figures["errors"].values()) < 1
 
 
 def test_decoding_without_pages_where_no_kernel_has_them(monkeypatch):
@@ -368,6 +379,18 @@ CONFIGS = {
         [(8, 4, 256, (511, None), 1 / 16, None), (8, 4, 256, None, 1 / 16, None)],
     ),
     "gpt2": ({"n_embd": 768, "n_head": 12, "n_positions": 1024}, [(12, 12, 64, None, None, None)]),
+    "gpt_neo": (
+        {"hidden_size": 2048, "num_heads": 16, "window_size": 256, "attention_types": [[["global", "local"], 12]]},
+        [(16, 16, 128, (255, None), 1.0, None), (16, 16, 128, None, 1.0, None)],
+    ),
+    "granite": (
+        {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8, "attention_multiplier": 0.015625},
+        [(32, 8, 64, None, 1 / 64, None)],
+    ),
+    "cohere2": (
+        {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "sliding_window": 4096, "num_hidden_layers": 32},
+        [(32, 8, 128, (4095, None), None, None), (32, 8, 128, None, None, None)],
+    ),
     "gpt_neox": ({"hidden_size": 6144, "num_attention_heads": 64}, [(64, 64, 96, None, None, None)]),
     "phi3": (
         {"hidden_size": 3072, "num_attention_heads": 32, "num_key_value_heads": 32, "sliding_window": 2047},
@@ -422,6 +445,14 @@ def test_configurations_are_those_of_transformers(tmp_path):
             assert layers[0].label == f"{kinds.count('sliding_attention')} sliding layers" and layers[0].window == (config.sliding_window - 1, None)
 
 
+def test_the_page_names_every_architecture():
+    from numbaflash.verify.configs import ARCHITECTURES
+
+    page = (Path(__file__).parent.parent / "docs" / "verify.md").read_text(encoding="utf-8")
+    told = page[page.index("**A configuration**") : page.index("Layers with a sliding window")]
+    assert set(re.findall(r"[a-z]+\d?(?:_\w+)?", told)) >= {kind.removesuffix("_text") for kind in ARCHITECTURES}
+
+
 def test_a_model_of_images_and_text(tmp_path):
     told, _ = CONFIGS["gemma3_text"]
     layers, _ = verify.read_config(config_file(tmp_path, model_type="gemma3", dtype="bfloat16", text_config=told | {"model_type": "gemma3_text"}))
@@ -442,6 +473,7 @@ def test_a_model_of_images_and_text(tmp_path):
         ({"model_type": "llama", "num_attention_heads": 8, "hidden_size": 64, "dtype": "int8"}, "dtype must be one of float16"),
         ({"model_type": "gpt2", "n_head": 8, "n_embd": 64, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx must be false"),
         ({"model_type": "deepseek_v3", "num_attention_heads": 8}, "qk_rope_head_dim must be a positive integer; it is missing"),
+        ({"model_type": "gpt_neo", "num_heads": 8, "hidden_size": 64, "attention_types": "local"}, "attention_types must be a list such as"),
         ({"model_type": "gemma2", "num_attention_heads": 8}, "attn_logit_softcapping must be a positive number or null; it is missing"),
     ],
 )

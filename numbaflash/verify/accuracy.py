@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..dispatch import use_family
-from ..testing import BackwardCase, Case, Packed, run_backward_case, run_case
+from ..testing import BackwardCase, Case, Packed
 from . import meaning
 from .inputs import Inputs
 from .shapes import Call
@@ -76,13 +76,7 @@ def special_cases(calls: list[Call]) -> list[tuple[str, Case]]:
 
 def special(case: Case, place, family):
     """One of them, all of its elements and the memory around them."""
-    how = {"family": family, "library": place.testing_library, "device": place.device.index}
-    if case.direction == "forward":
-        accuracy = run_case(case, **how)
-        worst = {"out": accuracy.out, "lse": accuracy.lse}
-    else:
-        accuracy = run_backward_case(case, **how)
-        worst = {f"d{name}": getattr(accuracy, f"d{name}") for name in "qkv"}
+    worst = meaning.judged(case, place, family)
     return meaning._shown(worst), {"errors": worst}
 
 

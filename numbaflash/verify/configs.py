@@ -214,7 +214,38 @@ def _gpt2(config):
     return [replace(config.plain(kv_heads_absent=True, head_dim=None, hidden="n_embd", heads="n_head"), scale=scale)]
 
 
-def _gpt_neox(config):
+def _gpt_neo(config):
+    """Scores that are not scaled; ``attention_types`` is a list of kinds of layers and how often they repeat."""
+    attention = replace(config.plain(kv_heads_absent=True, head_dim=None, heads="num_heads"), scale=1.0)
+    told = config.told.get("attention_types")
+    try:
+        kinds = [kind for some, times in told for kind in some * times]
+    except (TypeError, ValueError):
+        kinds = []
+    if not kinds or not set(kinds) <= {"local", "global"}:
+        raise config._wrong("attention_types", 'a list such as [[["global", "local"], 12]]')
+    local = replace(attention, window=_window(config.number("window_size"))) if "local" in kinds else None
+    if "global" not in kinds:
+        return [local]
+    if local is None:
+        return [attention]
+    count = kinds.count("local")
+    return [replace(local, label=f"{count} local layers"), replace(attention, label=f"{len(kinds) - count} global layers")]
+
+
+def _granite(config):
+    scale = config.positive_or_none("attention_multiplier")
+    if scale is None:
+        raise config._wrong("attention_multiplier", "a positive number")
+    return [replace(config.plain(kv_heads_absent=True), scale=scale)]
+
+
+def _cohere2(config):
+    pattern = config.number_or_none("sliding_window_pattern") or config.number_or_none("_sliding_window_pattern") or 4
+    return _layered(config, config.plain(kv_heads_absent=True), lambda layer: (layer + 1) % pattern)
+
+
+def _plain_heads(config):
     return [config.plain(kv_heads_absent=True, head_dim=None)]
 
 
@@ -242,6 +273,10 @@ ARCHITECTURES = {
     "llama": _llama,
     "mistral": _mistral,
     "mixtral": _mixtral,
+    "starcoder2": _mixtral,
+    "olmo2": _llama,
+    "granite": _granite,
+    "cohere2": _cohere2,
     "qwen2": lambda config: _qwen(config, "absent"),
     "qwen3": lambda config: _qwen(config, "needed"),
     "qwen3_moe": _qwen3_moe,
@@ -249,7 +284,10 @@ ARCHITECTURES = {
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "gpt2": _gpt2,
-    "gpt_neox": _gpt_neox,
+    "gpt_neo": _gpt_neo,
+    "gpt_neox": _plain_heads,
+    "opt": _plain_heads,
+    "phi": _plain_heads,
     "gpt_oss": _gpt_oss,
     "phi3": _phi3,
     "deepseek_v2": _deepseek,

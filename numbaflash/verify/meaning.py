@@ -89,16 +89,22 @@ def small(call: Call, place: Place, family: str | None):
     if call.direction == "decode":
         return _small_decode(call, place, family)
     case = case_of(call, place)
-    how = {"family": family, "library": place.testing_library, "device": place.device.index}
-    if call.direction == "forward":
-        accuracy = run_case(case, **how)
-        worst = {"out": accuracy.out, "lse": accuracy.lse}
-    else:
-        kernel = {"kernel": _jax_gradients} if place.library == "jax" else {}
-        accuracy = run_backward_case(replace(case, deterministic=False) if kernel else case, **how, **kernel)
-        worst = {f"d{name}": getattr(accuracy, f"d{name}") for name in call.needs}
+    worst = judged(case, place, family)
     rows = f"{case.batch} x {case.seqlen_q} x {case.seqlen_k}" if case.packed is None else f"sequences of {case.packed.lengths_q}"
     return f"{_shown(worst)} of {rows}", {"errors": worst}
+
+
+def judged(case: Case, place: Place, family: str | None) -> dict[str, float]:
+    """All elements of a case and the memory around them: the largest error of each result, 1 being the limit."""
+    how = {"family": family, "library": place.testing_library, "device": place.device.index}
+    if case.direction == "forward":
+        accuracy = run_case(case, **how)
+        return {"out": accuracy.out, "lse": accuracy.lse}
+    if place.library == "jax":
+        accuracy = run_backward_case(replace(case, deterministic=False), **how, kernel=_jax_gradients)
+    else:
+        accuracy = run_backward_case(case, **how)
+    return {f"d{name}": getattr(accuracy, f"d{name}") for name in case.needs}
 
 
 def _jax_gradients(dout, q, k, v, out, lse, *, dlse, deterministic, needs, **options):
