@@ -211,7 +211,7 @@ def plan_decode(
     more = {"return_lse": check_flag("return_lse", return_lse), "num_splits": check_num_splits(num_splits)}
     arrays = {name: x for name, x in arrays.items() if x is not None}
     if not library.lends:
-        if library.untraced is not None:
+        if library.decode is not None:
             return library.untraced(DecodePlan)(library, arrays, options, **more)
         return DecodePlan(library, arrays, options, **more)
     with library.borrowed({called(name, "decode"): x for name, x in arrays.items()}) as (lent, _):
@@ -286,7 +286,7 @@ class DecodePlan:
         if recording.active is not None and recording.is_outermost():
             return recording.noted(DecodePlan.run, locals(), self._told)
         library, kind = self._library, LIBRARIES.get
-        if library.untraced is not None:
+        if library.decode is not None:  # torch records
             return library.untraced(self.run)(q, k_cache, v_cache, seqlens_k, page_table, out=out, lse=lse, stream=stream)
         paged, table_at, as_planned = self._paged, 0, False
         if type(q) is type(k_cache) is type(v_cache) is type(seqlens_k) is self._type:

@@ -71,8 +71,6 @@ class Library:
     """Whether arrays are borrowed first, by `numbaflash.arrays.borrowed.Lender.borrowed`."""
     append_kv: Any = None
     """Set where `numbaflash.append_kv` takes another road: a function of its arrays, ``interleaved`` and ``stream``."""
-    untraced: Any = None
-    """Set where a plan is not made or run as usual: a function of the function to call instead."""
     merge: Any = None
     """Set where `numbaflash.merge` cannot use array operations."""
     namespace: Any = None

@@ -59,7 +59,7 @@ def _untraced(name, *arrays, **options):
     return torch.compiler.disable(getattr(module, name))(*arrays, **options)
 
 
-def _unplanned(function):
+def _unplanned(*arrays, **options):
     raise UnsupportedError(
         "numbaflash.plan_decode and DecodePlan.run cannot be recorded by torch (make_fx, torch.jit.trace, FakeTensorMode and other dispatch modes): "
         "a plan writes into memory of its own. Call numbaflash.decode there"
@@ -72,18 +72,9 @@ def _operator(name):
     return getattr(operators if name in ("forward", "backward") else decoding, f"recorded_{name}")
 
 
-def _where(recorded, name):
-    """Property of a library: the operator where torch records, else None."""
-    return property(lambda self: _operator(name) if recorded() else None)
-
-
-def _records() -> bool:
-    """`recorded` but for torch.compile, which goes another way before it meets a library."""
-    return _active_modes() > 0 or _is_tracing()
-
-
-def _always() -> bool:
-    return True
+def _where_recorded(name):
+    """An operator where torch records, else None; torch.compile has been given another before it looks here."""
+    return property(lambda self: _operator(name) if is_dynamo_compiling() or _active_modes() or _is_tracing() else None)
 
 
 def _recorded_merge(outs, lses):
@@ -100,7 +91,7 @@ def _differentiated(x) -> bool:
 
 
 def not_recorded(name) -> ValueError:
-    """The error for a tensor that torch would differentiate through a call that has no derivative."""
+    """What is said of a tensor that torch would differentiate through a call that it does not know."""
     return ValueError(
         f"{name} takes part in automatic differentiation, and numbaflash.forward, backward, decode, cascade and append_kv record nothing: their "
         "results would be cut from the graph. Call numbaflash.attention, which torch differentiates; without a derivative, call under "
@@ -142,16 +133,11 @@ class Torch(Library):
             return partial(_untraced, "backward")
         return _operator("backward") if _active_modes() or _is_tracing() else None
 
-    decode = _where(_records, "decode")
-    append_kv = _where(_records, "append_kv")
-    cascade = _where(_records, "cascade")
+    decode, cascade, append_kv = map(_where_recorded, ("decode", "cascade", "append_kv"))
 
-    @property
-    def untraced(self):
-        """None, except where torch records: torch.compile breaks its graph at the function, other recorders are refused."""
-        if is_dynamo_compiling():
-            return torch.compiler.disable
-        return _unplanned if _records() else None
+    def untraced(self, function):
+        """A function that torch does not look into: torch.compile breaks its graph there, other recorders are refused."""
+        return torch.compiler.disable(function) if is_dynamo_compiling() else _unplanned
 
     @property
     def merge(self):
@@ -281,12 +267,9 @@ class Traced(Torch):
     def address(self, x):
         return 0
 
-    forward = _where(_always, "forward")
-    backward = _where(_always, "backward")
-    decode = _where(_always, "decode")
-    append_kv = _where(_always, "append_kv")
-    cascade = _where(_always, "cascade")
-    untraced = staticmethod(_unplanned)
+    forward, backward, decode, cascade, append_kv = (
+        property(lambda self, name=name: _operator(name)) for name in ("forward", "backward", "decode", "cascade", "append_kv")
+    )
 
 
 class Nested(Library):
@@ -305,7 +288,7 @@ class Nested(Library):
             "v.values(), q.offsets() and k.offsets()"
         )
 
-    forward = backward = attention_varlen = decode = append_kv = cascade = describe = _refuse
+    forward = backward = attention_varlen = decode = describe = _refuse
 
 
 TORCH = Torch()

@@ -27,7 +27,7 @@ _OPTIONAL = ("page_table", "alibi_slopes", "sinks", "q", "cos", "sin")
 
 
 def decode(q, k_cache, v_cache, seqlens_k, page_table, *, alibi_slopes, sinks, return_lse, out, lse, stream, **numbers):
-    """`numbaflash.decode` in a graph; the graph breaks where the caller says where to write, or on which stream, and for other arrays than tensors."""
+    """`numbaflash.decode` in a graph, which breaks at places to write to, at a stream, and for other arrays than tensors."""
     if not isinstance(q, torch.Tensor) or not (out is lse is stream is None):
         more = {"alibi_slopes": alibi_slopes, "sinks": sinks, "return_lse": return_lse, "out": out, "lse": lse, "stream": stream}
         return torch.compiler.disable(decoding.decode)(q, k_cache, v_cache, seqlens_k, page_table, **more, **numbers)
@@ -158,9 +158,7 @@ def _decode_shapes(q, k_cache, v_cache, seqlens_k, page_table, alibi_slopes, sin
 )
 def _cascade_operator(q, k_prefix, v_prefix, k_cache, v_cache, seqlens_k, page_table, sinks, *numbers):
     with unrecorded():
-        found = decoding.cascade(
-            q, k_prefix, v_prefix, k_cache, v_cache, seqlens_k, page_table, sinks=sinks, return_lse=True, **_options(*numbers)
-        )
+        found = decoding.cascade(q, k_prefix, v_prefix, k_cache, v_cache, seqlens_k, page_table, sinks=sinks, return_lse=True, **_options(*numbers))
     return tuple(x.contiguous() for x in found)
 
 
@@ -206,7 +204,8 @@ def _check_shapes(q, k_cache, v_cache, options, numbers, **prefix):
     main = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
     options = {name: _facts(x) for name, x in options.items() if x is not None}
     for name, x in main.items():
-        check_axes(name, x.shape, "(batch, seqlen_q, heads, head_dim)" if name == "q" else "(batch or pages, keys, kv_heads, head_dim)")
+        if x.dim() != 4:
+            check_axes(name, x.shape, "(batch, seqlen_q, heads, head_dim)" if name == "q" else "(batch or pages, keys, kv_heads, head_dim)")
     check_one_device({name: _facts(x) for name, x in (main | prefix).items()} | options)
     if known(*(x.shape for x in main.values()), *(each.shape for each in options.values())):
         numbers = {name: x for name, x in numbers.items() if name != "num_splits" and not isinstance(x, torch.SymFloat)}
