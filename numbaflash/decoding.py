@@ -571,12 +571,10 @@ def _options(scale, causal, window, softcap):
 
 
 def _library(arrays):
+    needed = (*REQUIRED, "seqlens_k")
     first = LIBRARIES.get(type(arrays["q"]))
-    for name, x in arrays.items():
-        if first is None or (LIBRARIES.get(type(x)) is not first and (x is not None or name in REQUIRED or name == "seqlens_k")):
-            break
-    else:
-        return first
+    if first is not None and all(LIBRARIES.get(type(x)) is first for name, x in arrays.items() if x is not None or name in needed):
+        return first  # the usual case, without names for people
     if arrays["seqlens_k"] is None:
         raise TypeError("seqlens_k must be an array of int32 or int64, (batch,): the valid keys of each sequence; got None")
     return one_library(**{called(name, "decode"): x for name, x in arrays.items() if x is not None or name in REQUIRED})
