@@ -6,7 +6,7 @@ from . import recording
 from .arrays import LIBRARIES, one_library
 from .block_mask import mask_arrays
 from .call import aligned_workspace, find, prepare, prepare_backward, run
-from .dispatch import BACKWARD_OPERANDS, forced_family
+from .dispatch import BACKWARD_OPERANDS, forced
 from .explanation import Explanation
 from .explanation import explain as _explain
 from .merging import merge as _merge
@@ -185,7 +185,7 @@ def forward(
             library.describe(x, name)  # says for people what is wrong
         raise
     with_lse = return_lse or lse is not None
-    key = (library, q_key, k_key, v_key, scale, causal, window, with_lse, out_key, lse_key, forced_family())
+    key = (library, q_key, k_key, v_key, scale, causal, window, with_lse, out_key, lse_key, forced())
     call = find(key)
     if call is None:
         options = {"scale": scale, "causal": causal, "window": window}
@@ -399,7 +399,7 @@ def backward(
             library.describe(x, name)
         raise
     inputs = (dout_key, q_key, k_key, v_key, out_key, lse_key, dlse_key)
-    key = (library, inputs, dq_key, dk_key, dv_key, scale, causal, window, deterministic, needs, forced_family())
+    key = (library, inputs, dq_key, dk_key, dv_key, scale, causal, window, deterministic, needs, forced())
     call = find(key)
     if call is None:
         arrays = _present(dout=dout, q=q, k=k, v=v, out=out, lse=lse, dlse=dlse, dq=dq, dk=dk, dv=dv)

@@ -217,7 +217,7 @@ def run(
         for name, x in (arrays | results).items():
             library.describe(x, called(name, direction))  # says for people what is wrong
         raise
-    kind = (direction, library, tuple(keys), wanted, *options.values(), needs, deterministic, num_splits, dispatch.forced_family())
+    kind = (direction, library, tuple(keys), wanted, *options.values(), needs, deterministic, num_splits, dispatch.forced())
     call = find(kind)
     if call is None:
         with_lse = "lse" in wanted or "lse" in results

@@ -9,10 +9,13 @@ from __future__ import annotations
 import importlib
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .problem import DIFFERENTIABLE_OPTIONS, MASKS, OPTIONS, PACKED, Problem, UnsupportedError
+
+if TYPE_CHECKING:
+    from .tuned import Origin
 
 FAMILIES = ("sm90", "simt", "cpu")
 """Kernel families, the preferred one first."""
@@ -207,6 +210,8 @@ class Plan:
         decoding, and where there is a mask.
     num_splits : int or None
         Decoding only: parts into which the caller wants the keys of a sequence to be split.
+    tuned : Origin or None
+        The table of `numbaflash.tuned` that ``config`` comes from; None where it is the family's own choice.
     """
 
     family: str
@@ -223,6 +228,7 @@ class Plan:
     deterministic: bool = False
     workspace_bytes: int = 0
     num_splits: int | None = None
+    tuned: Origin | None = None
 
 
 class Launch(Protocol):
@@ -236,7 +242,12 @@ class Launch(Protocol):
 
 
 class Family(Protocol):
-    """What a package under ``numbaflash.kernels`` provides."""
+    """What a package under ``numbaflash.kernels`` provides.
+
+    A family whose tiles can be tuned has two things more: ``candidates(problem, layouts, device)``, as `plan` a pure function, which returns the
+    configs that are worth measuring and sure to work, the one that `plan` chooses first; and ``TUNED``, the names of the fields in which they differ,
+    of plain values. Its `plan` takes one of them as ``config=``. Packages of the other directions likewise.
+    """
 
     FEATURES: frozenset[str]
     """`Problem.features` that the kernels have."""
@@ -298,7 +309,18 @@ def missing(problem: Problem, features: frozenset[str]) -> list[str]:
     return [f"it has no {feature}" for feature in problem.features if feature not in features]
 
 
-_forced: ContextVar[str | None] = ContextVar("numbaflash_family", default=None)
+@dataclass(frozen=True, slots=True)
+class ForcedConfig:
+    """What `use_config` forces."""
+
+    family: str
+    direction: str
+    config: Any
+
+
+_forced: ContextVar[str | ForcedConfig | None] = ContextVar("numbaflash_family", default=None)
+forced = _forced.get
+"""What the context forces: a part of the kind of a call."""
 
 
 @contextmanager
@@ -306,7 +328,23 @@ def use_family(name: str | None):
     """Within the context (of this thread or task), only the named family is considered; None means every family."""
     if name is not None and name not in FAMILIES:
         raise ValueError(f"family must be one of {', '.join(FAMILIES)} or None; got {name!r}")
-    token = _forced.set(name)
+    with _force(name):
+        yield
+
+
+@contextmanager
+def use_config(name: str, direction: str, config):
+    """Within the context, the named family alone is considered, and plans of the direction have this config, one of its ``candidates``.
+
+    Tables of `numbaflash.tuned` are made with it.
+    """
+    with _force(ForcedConfig(name, direction, config)):
+        yield
+
+
+@contextmanager
+def _force(what):
+    token = _forced.set(what)
     try:
         yield
     finally:
@@ -314,7 +352,8 @@ def use_family(name: str | None):
 
 
 def forced_family() -> str | None:
-    return _forced.get()
+    what = _forced.get()
+    return what.family if isinstance(what, ForcedConfig) else what
 
 
 _ROOMS = {"forward": "", "backward": ".backward", "decode": ".decoding"}
@@ -333,17 +372,17 @@ def make_plan(problem: Problem, layouts: Layouts, device: Device) -> Plan:
     UnsupportedError
         When none can; the message names each family and its reasons.
     """
-    return _first_plan(problem, device, "forward", lambda package: package.plan(problem, layouts, device))
+    return _first_plan("forward", problem, layouts, device)
 
 
 def make_backward_plan(problem: Problem, layouts: BackwardLayouts, device: Device, deterministic: bool = False) -> Plan:
     """The same for the gradients."""
-    return _first_plan(problem, device, "backward", lambda package: package.plan(problem, layouts, device, deterministic))
+    return _first_plan("backward", problem, layouts, device, deterministic)
 
 
 def make_decode_plan(problem: Problem, layouts: Layouts, device: Device, num_splits: int | None = None) -> Plan:
     """The same for decoding."""
-    return _first_plan(problem, device, "decode", lambda package: package.plan(problem, layouts, device, num_splits))
+    return _first_plan("decode", problem, layouts, device, num_splits)
 
 
 def keep_workspace(plan: Plan) -> Plan:
@@ -353,14 +392,45 @@ def keep_workspace(plan: Plan) -> Plan:
     return plan if keep is None else keep(plan)
 
 
-def _first_plan(problem, device, direction, plan_with):
-    forced = _forced.get()
+def plan_of(name: str, direction: str, problem: Problem, layouts, device: Device, *how) -> Plan:
+    """The plan of a family that can compute the problem, by the first of these that there is: the config that the context forces, that of a table of
+    `numbaflash.tuned`, the family's own choice.
+
+    Parameters
+    ----------
+    name, direction : str
+    problem : Problem
+    layouts : Layouts or BackwardLayouts
+    device : Device
+    *how
+        What the family's ``plan`` takes beyond these: ``deterministic``, or ``num_splits``.
+    """
+    package, what, origin = family(name, direction), _forced.get(), None
+    if isinstance(what, ForcedConfig) and (what.family, what.direction) == (name, direction):
+        config = what.config
+    else:
+        from . import tuned
+
+        found = tuned.find(package, name, direction, problem, layouts, device, how)
+        if found is None:
+            return package.plan(problem, layouts, device, *how)
+        config, origin = found
+    return replace(package.plan(problem, layouts, device, *how, config=config), tuned=origin)
+
+
+def plan_again(plan: Plan) -> Plan:
+    """The plan that the same family makes now, when what a pure function of the problem does not see has changed: the threads of the CPU."""
+    how = {"forward": (), "backward": (plan.deterministic,), "decode": (plan.num_splits,)}[plan.direction]
+    return plan_of(plan.family, plan.direction, plan.problem, plan.layouts, plan.device, *how)
+
+
+def _first_plan(direction, problem, layouts, device, *how):
+    forced = forced_family()
     rejected = {}
     for name in FAMILIES if forced is None else (forced,):
-        package = family(name, direction)
-        reasons = package.supports(problem, device)
+        reasons = family(name, direction).supports(problem, device)
         if not reasons:
-            plan = plan_with(package)
+            plan = plan_of(name, direction, problem, layouts, device, *how)
             plan.rejected.update(rejected)
             return plan
         rejected[name] = reasons

@@ -159,20 +159,34 @@ def _decode(data):
 def store(key: str, text: str, meta: dict) -> None:
     """Write an entry, atomically. Where that is not possible, say so once in the log and go on."""
     folder = directory()
-    temporary = None
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=folder)
-        with os.fdopen(handle, "wb") as file:
-            file.write(_encode(meta, text))
-        os.replace(temporary, folder / (key + _SUFFIX))
+        write_whole(folder / (key + _SUFFIX), _encode(meta, text))
     except OSError as error:
-        if temporary is not None:
-            with suppress(OSError):
-                os.unlink(temporary)
         _warn_once(str(folder), error)
         return
     _shrink(folder, key)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file so that whoever reads it finds the old one or the new one, whole. Makes its folder.
+
+    Raises
+    ------
+    OSError
+        When that is not possible; nothing is left behind.
+    """
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except OSError:
+        if temporary is not None:
+            with suppress(OSError):
+                os.unlink(temporary)
+        raise
 
 
 @functools.cache
@@ -190,7 +204,13 @@ def _warn_once(folder, error):
 @contextmanager
 def lock(key: str):
     """Exclusive among the processes that share the folder; no lock where the folder cannot be written."""
-    path = directory() / (key + ".lock")
+    with lock_file(directory() / (key + ".lock")):
+        yield
+
+
+@contextmanager
+def lock_file(path: Path):
+    """The same by a file of that name, which is removed afterwards."""
     handle = _acquire(path) if fcntl else None
     try:
         yield

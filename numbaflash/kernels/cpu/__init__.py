@@ -11,8 +11,9 @@ import numba
 
 from ...dispatch import Device, Layouts, Plan, missing
 from ...problem import FORWARD_OPTIONS, PACKED_FEATURE, Problem
+from .config import TUNED
 
-__all__ = ["FEATURES", "build_kernels", "plan", "prepare", "resources", "supports"]
+__all__ = ["FEATURES", "TUNED", "build_kernels", "candidates", "plan", "prepare", "resources", "supports"]
 
 FEATURES = frozenset(("softcap", *FORWARD_OPTIONS, "dropout", PACKED_FEATURE))
 """`Problem.features` that the kernels have, of both directions."""
@@ -27,11 +28,18 @@ def supports(problem: Problem, device: Device, features: frozenset[str] = FEATUR
     return tuple(missing(problem, features))
 
 
-def plan(problem: Problem, layouts: Layouts, device: Device) -> Plan:
-    """Choose tiles and threads; nothing is compiled."""
+def plan(problem: Problem, layouts: Layouts, device: Device, *, config=None) -> Plan:
+    """Choose tiles and threads, or take those of a config; nothing is compiled."""
     from . import launch
 
-    return launch.plan_for(problem, layouts, device, launch.available_threads())
+    return launch.plan_for(problem, layouts, device, launch.available_threads(), "forward", None, config)
+
+
+def candidates(problem: Problem, layouts: Layouts, device: Device) -> tuple:
+    """Configs to measure, that of `plan` first."""
+    from . import config, launch
+
+    return config.candidates(problem, launch.available_threads())
 
 
 def prepare(plan: Plan):

@@ -16,6 +16,8 @@ REGISTER_TILE = {  # (registers, their bytes): (vectors, rows). 8 x 2, 4 x 4 and
 }
 KV_TILE = 64  # 64 x 32 scores are 8 KiB and lie in L1 beside 32 packed queries of 128 numbers (16 KiB)
 MAX_Q_TILE = 512
+KV_TILES = (32, 64, 128)  # to measure; random bits of dropout are drawn for 32 keys
+MOST_ITEMS = 4  # of a thread, that splits are measured up to
 Q_TILE_BYTES = 512 * 1024  # packed queries and output of a tile: half of an L2 cache of 1 MiB
 PACKING_ROWS = 10  # packing a number of K or V takes 0.3 cycles, a row of queries 1/32 cycle for each
 PART_KEYS = 256
@@ -125,6 +127,38 @@ def choose(problem: Problem, threads: int, num_splits: int | None = None) -> Cpu
     return CpuConfig(kernel, q_tile, KV_TILE, splits, min(threads, items * splits))
 
 
+TUNED = ("q_tile", "kv_tile", "splits", "threads")
+"""Fields in which `candidates` differ."""
+
+
+def candidates(problem: Problem, threads: int, num_splits: int | None = None) -> tuple[CpuConfig, ...]:
+    """What is worth measuring beside `choose`, which comes first: all take the same kernel. With a number of parts given, there is no other: what is
+    computed for a sequence must not depend on the rest of the batch."""
+    default = choose(problem, threads, num_splits)
+    if num_splits is not None:
+        return (default,)
+    found, rows = [default], problem.seqlen_q * problem.group
+    heads = max(1, problem.batch * problem.kv_heads)
+    for q_tile in [default.q_tile] if default.kernel.form == "rows" else q_tiles(problem, default.kernel, rows):
+        items = max(1, heads * -(-rows // q_tile))
+        most = min(problem.seqlen_k // PART_KEYS, MOST_ITEMS * threads // items)
+        for splits in sorted({1, default.splits, *(n for n in (2, 4, 8, 16, 32) if n <= most)}):
+            for kv_tile in KV_TILES:
+                for used in sorted({1, default.threads, threads}):
+                    found.append(CpuConfig(default.kernel, q_tile, kv_tile, splits, min(used, items * splits)))
+    return tuple(dict.fromkeys(found))
+
+
+def q_tiles(problem: Problem, kernel: Kernel, rows: int) -> list[int]:
+    """Tiles of panels from one panel on, up to all rows or what the cache holds."""
+    columns = problem.head_dim + problem.head_dim_v
+    most = max(kernel.panel, min(MAX_Q_TILE, Q_TILE_BYTES // (columns * COMPUTE[problem.dtype].bitwidth // 8)))
+    tiles = [kernel.panel]
+    while tiles[-1] < rows and 2 * tiles[-1] <= most:
+        tiles.append(2 * tiles[-1])
+    return tiles
+
+
 def choose_q_tile(problem, kernel, rows, heads, threads) -> int:
     """The tile that finishes first when equal work items are dealt to the threads.
 
@@ -133,17 +167,11 @@ def choose_q_tile(problem, kernel, rows, heads, threads) -> int:
     """
     if kernel.form == "rows":
         return min(rows, PAGED_Q_TILE) if problem.paged else rows
-    columns = problem.head_dim + problem.head_dim_v
-    most = max(kernel.panel, min(MAX_Q_TILE, Q_TILE_BYTES // (columns * COMPUTE[problem.dtype].bitwidth // 8)))
-    tiles = []
-    tile = kernel.panel
-    while tile <= most:
+    costs = []
+    for tile in q_tiles(problem, kernel, rows):
         rounds = -(-heads * -(-rows // tile) // threads)
-        tiles.append((rounds * (tile + PACKING_ROWS), -tile))
-        if tile >= rows:
-            break
-        tile *= 2
-    return -min(tiles)[1]
+        costs.append((rounds * (tile + PACKING_ROWS), -tile))
+    return -min(costs)[1]
 
 
 def useful_threads(problem: Problem, kernel: Kernel, threads: int) -> int:

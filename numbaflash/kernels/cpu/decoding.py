@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ...dispatch import Device, Layouts, Plan
 from ...problem import DECODE_FEATURES, Problem
-from . import build_kernels, prepare, resources
+from . import TUNED, build_kernels, prepare, resources
 from . import supports as supports_features
 
-__all__ = ["FEATURES", "build_kernels", "plan", "prepare", "resources", "supports"]
+__all__ = ["FEATURES", "TUNED", "build_kernels", "candidates", "plan", "prepare", "resources", "supports"]
 
 FEATURES = frozenset(DECODE_FEATURES)
 
@@ -17,8 +17,15 @@ def supports(problem: Problem, device: Device) -> tuple[str, ...]:
     return supports_features(problem, device, FEATURES)
 
 
-def plan(problem: Problem, layouts: Layouts, device: Device, num_splits: int | None = None) -> Plan:
-    """Choose tiles, parts and threads; nothing is compiled."""
+def plan(problem: Problem, layouts: Layouts, device: Device, num_splits: int | None = None, *, config=None) -> Plan:
+    """Choose tiles, parts and threads, or take those of a config; nothing is compiled."""
     from . import launch
 
-    return launch.plan_for(problem, layouts, device, launch.available_threads(), "decode", num_splits)
+    return launch.plan_for(problem, layouts, device, launch.available_threads(), "decode", num_splits, config)
+
+
+def candidates(problem: Problem, layouts: Layouts, device: Device, num_splits: int | None = None) -> tuple:
+    """Configs to measure, that of `plan` first."""
+    from . import config, launch
+
+    return config.candidates(problem, launch.available_threads(), num_splits)

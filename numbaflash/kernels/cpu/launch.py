@@ -12,7 +12,7 @@ import numpy as np
 from numba import types
 from numba.core.ccallback import CFunc
 
-from ...dispatch import OPERANDS, Plan, operands
+from ...dispatch import OPERANDS, Plan, operands, plan_again
 from ...toolchain.log import logger
 from . import cache, config, driver, forward, packed, rows
 from .arguments import ARGUMENTS, arguments
@@ -119,9 +119,9 @@ def using(threads: int):
         yield threads
 
 
-def plan_for(problem, layouts, device, threads: int, direction: str = "forward", num_splits: int | None = None) -> Plan:
-    """Tiles and threads of a problem when so many threads are to be had; nothing is compiled."""
-    choice = config.choose(problem, threads, num_splits)
+def plan_for(problem, layouts, device, threads: int, direction: str = "forward", num_splits: int | None = None, choice=None) -> Plan:
+    """Tiles and threads of a problem when so many threads are to be had, or those of a choice; nothing is compiled."""
+    choice = choice or config.choose(problem, threads, num_splits)
     grid = (config.work_items(problem, choice),)
     return Plan("cpu", problem, device, layouts, choice, grid, threads=choice.threads, direction=direction, num_splits=num_splits)
 
@@ -134,8 +134,7 @@ def prepare(plan):
         threads = available_threads()
         prepared = launches.get(threads)
         if prepared is None:
-            again = plan_for(plan.problem, plan.layouts, plan.device, threads, plan.direction, plan.num_splits)
-            prepared = launches[threads] = _prepare(again)
+            prepared = launches[threads] = _prepare(plan_again(plan))
         prepared(addresses)
 
     return launch

@@ -16,8 +16,10 @@ from numbaflash.toolchain import simulator
 
 from ..blocks.launch import Lists
 from . import grid
-from .config import choose_config
+from .config import TUNED, candidates, choose_config
 from .options import FEATURES, as_bits, product_factor
+
+__all__ = ["FEATURES", "TUNED", "candidates", "plan", "prepare", "requests", "resources", "supports"]
 
 _BUILD = "numbaflash.kernels.simt.forward:build"
 _MOST_TILES = 2**31 - 1
@@ -40,9 +42,9 @@ def supports(problem: Problem, device: Device, features: frozenset[str] = FEATUR
     return tuple(reasons)
 
 
-def plan(problem: Problem, layouts: Layouts, device: Device) -> Plan:
-    """Choose tiles and grid."""
-    config = choose_config(problem, layouts, device, simulated=device.kind == "cpu")
+def plan(problem: Problem, layouts: Layouts, device: Device, *, config=None) -> Plan:
+    """Choose tiles and grid, or take the tiles of a config."""
+    config = config or choose_config(problem, layouts, device, simulated=device.kind == "cpu")
     tiles = grid.q_tiles(problem, config.q_tile) * grid.columns(problem, problem.heads)
     lists = lists_of(problem, config)
     workspace = lists.end if lists else 0

@@ -219,11 +219,16 @@ def fitting_tiles(compute: str, head_dim: int, head_dim_v: int, shared_limit: in
     return tuple(tile for tile in fitting if tile.q_tile >= _SMALLEST_GOOD) or tuple(fitting)
 
 
-def choose_tile(problem: Problem, device: Device) -> Tile:
-    """The first fitting tile that is not mostly empty and gives every multiprocessor a block; else the one with most blocks."""
+def useful_tiles(problem: Problem, device: Device) -> tuple[Tile, ...]:
+    """The fitting tiles that are not mostly empty, or the smallest one."""
     compute = "float64" if problem.dtype == "float64" else "float32"
     tiles = fitting_tiles(compute, problem.head_dim, problem.head_dim_v, shared_limit(device))
-    tiles = tuple(tile for tile in tiles if tile.q_tile < 2 * problem.seqlen_q) or tiles[-1:]
+    return tuple(tile for tile in tiles if tile.q_tile < 2 * problem.seqlen_q) or tiles[-1:]
+
+
+def choose_tile(problem: Problem, device: Device) -> Tile:
+    """The first useful tile that gives every multiprocessor a block; else the one with most blocks."""
+    tiles = useful_tiles(problem, device)
 
     def blocks(tile):
         return problem.batch * problem.heads * -(-problem.seqlen_q // tile.q_tile)
@@ -252,6 +257,18 @@ def choose_config(problem: Problem, layouts: Layouts, device: Device, simulated:
     if simulated:
         return config_of_tile(_SIMULATOR_TILE, problem, layouts, device, _SIMULATOR_WARP)
     return config_of_tile(choose_tile(problem, device), problem, layouts, device)
+
+
+TUNED = ("warps", "lanes_m", "rows", "columns", "min_blocks")
+"""Fields in which `candidates` differ."""
+
+
+def candidates(problem: Problem, layouts: Layouts, device: Device) -> tuple[Config, ...]:
+    """What is worth measuring: `choose_config` first, then the other useful tiles of the tables, which are compiled without spills by the tests."""
+    default = choose_config(problem, layouts, device, simulated=device.kind == "cpu")
+    if device.kind == "cpu":
+        return (default,)
+    return tuple(dict.fromkeys((default, *(config_of_tile(tile, problem, layouts, device) for tile in useful_tiles(problem, device)))))
 
 
 def config_of_tile(tile: Tile, problem: Problem, layouts: Layouts, device: Device, warp_size: int = 32) -> Config:

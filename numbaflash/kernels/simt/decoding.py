@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from numbaflash.dispatch import Device, Layouts, Plan
 from numbaflash.kernels import simt
-from numbaflash.kernels.simt import prepare, requests, resources
+from numbaflash.kernels.simt import TUNED, prepare, requests, resources
 from numbaflash.problem import DECODE_FEATURES, MAX_HEAD_DIM, PAGE_TABLE, Problem, UnsupportedError
 
-__all__ = ["FEATURES", "plan", "prepare", "requests", "resources", "supports"]
+__all__ = ["FEATURES", "TUNED", "candidates", "plan", "prepare", "requests", "resources", "supports"]
 
 FEATURES = frozenset(DECODE_FEATURES) - {PAGE_TABLE}
 
@@ -23,8 +23,15 @@ def supports(problem: Problem, device: Device) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-def plan(problem: Problem, layouts: Layouts, device: Device, num_splits: int | None = None) -> Plan:
-    """Choose tiles and grid."""
+def candidates(problem: Problem, layouts: Layouts, device: Device, num_splits: int | None = None) -> tuple:
+    """Configs to measure, that of `plan` first. With a number of parts given, there is no other: what is computed for a sequence must not depend on
+    the rest of the batch."""
+    found = simt.candidates(problem, layouts, device)
+    return found if num_splits is None else found[:1]
+
+
+def plan(problem: Problem, layouts: Layouts, device: Device, num_splits: int | None = None, *, config=None) -> Plan:
+    """Choose tiles and grid, or take the tiles of a config."""
     if num_splits is not None and num_splits > 1:
         raise UnsupportedError(f"the family simt computes the keys of a sequence in one part; got num_splits={num_splits}")
-    return replace(simt.plan(problem, layouts, device), direction="decode", num_splits=num_splits)
+    return replace(simt.plan(problem, layouts, device, config=config), direction="decode", num_splits=num_splits)

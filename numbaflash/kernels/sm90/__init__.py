@@ -16,8 +16,10 @@ from ..sections import choose_section, fitting_section
 from .config import (
     TICKETS_BYTES,
     TICKETS_THREADS,
+    TUNED,
     ForwardConfig,
     SharedMemory,
+    candidates,
     columns,
     forward_config,
     kv_blocks,
@@ -26,6 +28,8 @@ from .config import (
 )
 from .options import FEATURES, Options, kernel_keys
 from .tensor_maps import packed_rows_map, refusal, row_major, rows_map, with_batch
+
+__all__ = ["FEATURES", "NONFINITE_VALUES_SPREAD", "TUNED", "candidates", "plan", "prepare", "requests", "resources", "supports"]
 
 NONFINITE_VALUES_SPREAD = True
 """NaN or infinity in a value that some query sees may reach other queries of its tile: the tensor core multiplies it by their weight of 0."""
@@ -58,9 +62,9 @@ def supports(problem: Problem, device: Device, features: frozenset[str] = FEATUR
     return tuple(reasons)
 
 
-def plan(problem: Problem, layouts: Layouts, device: Device) -> Plan:
-    """Choose tiles and grid, and which operands must be copied because TMA cannot read them in place."""
-    config = forward_config(problem, layouts)
+def plan(problem: Problem, layouts: Layouts, device: Device, *, config: ForwardConfig | None = None) -> Plan:
+    """Choose tiles (or take those of a config) and grid, and which operands must be copied because TMA cannot read them in place."""
+    config = config or forward_config(problem, layouts)
     copies, seen = {}, {}
     for name in ("q", "k", "v", "out"):
         layout = getattr(layouts, name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,6 +24,13 @@ CAP_TILES = {  # by head dim up to which, measured on an H200: 8 and 5% faster t
     64: {"q_tile": 256, "kv_block": 64, "stages": 4, "q_stages": 2, "hold": 0},
     128: {"q_tile": 192, "kv_block": 80, "hold": 0},
 }
+SPARE = 32  # registers of a consumer thread beside scores, packed P and the accumulator, that candidates leave
+BLOCKS = (64, 80, 96, 112, 128, 144, 160, 176)  # of keys, to measure
+ROOMS = tuple(  # what shared memory may be used for, the preferred way first
+    {"stages": stages, "q_stages": q_stages, "out_in_q": out_in_q, "out_parts": out_parts}
+    for q_stages, out_in_q, out_parts in ((2, False, 1), (1, False, 1), (1, False, 2), (1, False, 3), (1, True, 1))
+    for stages in (4, 3, 2)
+)
 MASK_REGISTERS = (56, 224)  # the same of two consumers where blocks come from lists, of which the producer reads ahead
 ROOMY_PRODUCER = (40, 232)  # where the addresses of many panels would spill from 24 registers
 
@@ -231,9 +238,13 @@ def packed_heads(problem: Problem, q_tile: int) -> int:
 def forward_config(problem: Problem, layouts: Layouts | None = None) -> ForwardConfig:
     """The tuning choice for a problem: a pure function of it and of how its options lie (without layouts: row-major), measured on an H200
     (docs/performance.md), but for options: their tiles are those that do not spill."""
+    return config_of_tiles(choose_tiles(problem, layouts), problem, layouts)
+
+
+def choose_tiles(problem: Problem, layouts: Layouts | None = None) -> dict:
+    """The fields of `ForwardConfig` that `forward_config` chooses."""
     problem, whole = kernel_keys(problem)[0], problem
-    d, dv = problem.head_dim, problem.head_dim_v
-    widest = max(d, dv)
+    widest = max(problem.head_dim, problem.head_dim_v)
     banded = problem.left is not None or problem.right is not None
     tiles = {"q_tile": 128, "kv_block": 128, "q_stages": 2}
     if widest <= 64 and problem.seqlen_k <= 768:
@@ -260,6 +271,14 @@ def forward_config(problem: Problem, layouts: Layouts | None = None) -> ForwardC
         tiles = {"q_tile": 128, "kv_block": 80, "out_in_q": True, "rescale_first": True}
     if problem.features:
         tiles = option_tiles(problem, tiles, Options.of(whole, layouts, 1).of_forward(problem))
+    return tiles
+
+
+def config_of_tiles(tiles: dict, problem: Problem, layouts: Layouts | None = None) -> ForwardConfig:
+    """The configuration of a problem with given tiles."""
+    problem, whole = kernel_keys(problem)[0], problem
+    d, dv = problem.head_dim, problem.head_dim_v
+    widest = max(d, dv)
     pack = 1 if problem.dropout else packed_heads(problem, tiles["q_tile"])  # random bits serve two queries of a head
     options = Options.of(whole, layouts, pack).of_forward(problem)
     registers = ROOMY_PRODUCER if widest > 128 and d != dv else REGISTERS[tiles["q_tile"] // 64]
@@ -279,6 +298,40 @@ def forward_config(problem: Problem, layouts: Layouts | None = None) -> ForwardC
         options=options,
         **tiles,
     )
+
+
+TUNED = ("q_tile", "kv_block", "stages", "q_stages", "out_in_q", "out_parts", "hold")
+"""Fields in which `candidates` differ."""
+
+
+def candidates(problem: Problem, layouts: Layouts, device: Device) -> tuple[ForwardConfig, ...]:
+    """What is worth measuring: `forward_config` first, then other tiles that fit shared memory and leave a consumer thread the registers that the
+    chosen ones leave it. Where there are options, only shorter blocks than the chosen ones are sure not to spill."""
+    default = forward_config(problem, layouts)
+    keys = kernel_keys(problem)[0]
+    if keys.features:
+        step = 64 if default.options.masked else 32 if keys.dropout else 16
+        blocks = range(default.kv_block - step, 63, -step)
+        shapes = [{"q_tile": default.q_tile, "kv_block": n, "hold": min(default.hold, n // 4)} for n in blocks]
+        found = [replace(default, **shape) for shape in shapes]
+    else:
+        tiles = ({"q_tile": q_tile, "kv_block": kv_block} for q_tile in (128, 192, 256) for kv_block in BLOCKS)
+        first = {"rescale_first": default.rescale_first}
+        found = [
+            config_of_tiles(first | shape | room | {"hold": hold}, problem, layouts)
+            for shape in tiles
+            for room in ROOMS
+            for hold in sorted({0, min(8, shape["kv_block"] // 4), min(16, shape["kv_block"] // 4)})
+        ]
+    fitting, rooms = [], {}
+    for config in found:
+        live = config.kv_block // 2 + config.kv_block // 4 + config.padded_head_dim_v // 2
+        if live > config.registers[1] - SPARE or SharedMemory.of(config).total > MAX_SHARED:
+            continue
+        room = (config.stages, config.q_stages, config.out_in_q, config.out_parts)
+        if keys.features or rooms.setdefault((config.q_tile, config.kv_block), room) == room:  # of the ways to use the memory, the first that fits
+            fitting.append(config)
+    return tuple(dict.fromkeys((default, *fitting)))
 
 
 def _only_drops(problem: Problem, options: Options) -> bool:

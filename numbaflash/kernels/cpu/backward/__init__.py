@@ -10,8 +10,9 @@ from ....dispatch import BackwardLayouts, Device, Plan
 from ....problem import Problem
 from .. import FEATURES
 from .. import supports as supports_features
+from .config import TUNED
 
-__all__ = ["FEATURES", "build_kernels", "plan", "prepare", "resources", "supports"]
+__all__ = ["FEATURES", "TUNED", "build_kernels", "candidates", "plan", "prepare", "resources", "supports"]
 
 
 def supports(problem: Problem, device: Device) -> tuple[str, ...]:
@@ -19,12 +20,20 @@ def supports(problem: Problem, device: Device) -> tuple[str, ...]:
     return supports_features(problem, device, FEATURES)
 
 
-def plan(problem: Problem, layouts: BackwardLayouts, device: Device, deterministic: bool) -> Plan:
-    """Choose tiles, threads and workspace; nothing is compiled. Every plan is deterministic, asked for or not."""
+def plan(problem: Problem, layouts: BackwardLayouts, device: Device, deterministic: bool, *, config=None) -> Plan:
+    """Choose tiles, threads and workspace, or take a config; nothing is compiled. Every plan is deterministic, asked for or not."""
     from ..launch import available_threads
     from . import launch
 
-    return launch.plan_for(problem, layouts, device, available_threads())
+    return launch.plan_for(problem, layouts, device, available_threads(), config)
+
+
+def candidates(problem: Problem, layouts: BackwardLayouts, device: Device, deterministic: bool) -> tuple:
+    """Configs to measure, that of `plan` first; all give the same bits."""
+    from ..launch import available_threads
+    from . import config
+
+    return config.candidates(problem, available_threads())
 
 
 def prepare(plan: Plan):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ....problem import Problem
 from ..config import FLOPS, REGISTER_TILE, THREAD_WORK, Kernel, round_up, with_options
@@ -55,6 +55,30 @@ def choose(problem: Problem, threads: int) -> BackwardConfig:
     return BackwardConfig(kernel, q_tile, KV_BLOCK, kv_tile, max(1, min(threads, heads * -(-problem.seqlen_k // kv_tile))))
 
 
+TUNED = ("kv_tile", "threads")
+"""Fields in which `candidates` differ: those that decide no bit of the result."""
+
+
+def candidates(problem: Problem, threads: int) -> tuple[BackwardConfig, ...]:
+    """What is worth measuring beside `choose`, which comes first."""
+    default = choose(problem, threads)
+    found, heads = [default], problem.batch * problem.kv_heads
+    for kv_tile in kv_tiles(problem):
+        items = max(1, heads * -(-problem.seqlen_k // kv_tile))
+        found += [replace(default, kv_tile=kv_tile, threads=min(used, items)) for used in sorted({1, default.threads, threads})]
+    return tuple(dict.fromkeys(found))
+
+
+def kv_tiles(problem: Problem) -> list[int]:
+    """Tiles of blocks from one block on, up to all keys or what the cache holds."""
+    number_bytes = COMPUTE[problem.dtype].bitwidth // 8
+    most = min(MAX_KV_TILE, KV_TILE_BYTES // (2 * (problem.head_dim + problem.head_dim_v) * number_bytes))
+    tiles = [KV_BLOCK]
+    while tiles[-1] < problem.seqlen_k and 2 * tiles[-1] <= most:
+        tiles.append(2 * tiles[-1])
+    return tiles
+
+
 def choose_kernel(dtype: str, rows: int) -> Kernel:
     """The forward's register tile, or a panel of one vector where it holds all rows of a key/value head."""
     lanes = vector_bytes() * 8 // COMPUTE[dtype].bitwidth
@@ -65,16 +89,11 @@ def choose_kernel(dtype: str, rows: int) -> Kernel:
 
 def choose_kv_tile(problem: Problem, heads: int, threads: int) -> int:
     """The tile that finishes first when equal work items are dealt to the threads; queries are packed once a tile."""
-    number_bytes = COMPUTE[problem.dtype].bitwidth // 8
-    most = min(MAX_KV_TILE, KV_TILE_BYTES // (2 * (problem.head_dim + problem.head_dim_v) * number_bytes))
-    tiles = []
-    tile = KV_BLOCK
-    while True:
+    costs = []
+    for tile in kv_tiles(problem):
         rounds = -(-heads * -(-problem.seqlen_k // tile) // threads)
-        tiles.append((rounds * (tile + PACKING_KEYS), -tile))
-        if tile >= problem.seqlen_k or 2 * tile > most:
-            return -min(tiles)[1]
-        tile *= 2
+        costs.append((rounds * (tile + PACKING_KEYS), -tile))
+    return -min(costs)[1]
 
 
 def useful_threads(problem: Problem, threads: int) -> int:

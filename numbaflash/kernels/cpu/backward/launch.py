@@ -9,7 +9,7 @@ import numpy as np
 from numba import types
 from numba.core.ccallback import CFunc
 
-from ....dispatch import Plan, operands
+from ....dispatch import Plan, operands, plan_again
 from ....toolchain.log import logger
 from .. import cache, driver, packed
 from .. import launch as threads_of
@@ -53,9 +53,9 @@ def build_kernels(plan) -> dict[str, bool]:
         return {"CPU backward driver": was_there(_compile_driver), f"CPU backward kernel {kernel}": was_there(_compile_kernel, kernel)}
 
 
-def plan_for(problem, layouts, device, threads: int) -> Plan:
-    """Tiles and threads of a problem when so many threads are to be had; nothing is compiled."""
-    choice = config.choose(problem, threads)
+def plan_for(problem, layouts, device, threads: int, choice=None) -> Plan:
+    """Tiles and threads of a problem when so many threads are to be had, or those of a choice; nothing is compiled."""
+    choice = choice or config.choose(problem, threads)
     kv_tiles = problem.batch * -(-problem.seqlen_k // choice.kv_tile)
     if problem.packed:  # at most
         kv_tiles = problem.total_k // choice.kv_tile + problem.batch + 2
@@ -78,7 +78,7 @@ def prepare(plan):
         threads = threads_of.available_threads()
         prepared = launches.get(threads)
         if prepared is None:
-            prepared = launches[threads] = _prepare(plan_for(plan.problem, plan.layouts, plan.device, threads))
+            prepared = launches[threads] = _prepare(plan_again(plan))
         prepared(addresses)
 
     return launch

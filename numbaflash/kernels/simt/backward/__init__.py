@@ -20,7 +20,9 @@ from numbaflash.toolchain import simulator
 from ...blocks.launch import Lists
 from .. import grid
 from ..options import FEATURES, as_bits, product_factor
-from .config import Config, choose_config
+from .config import TUNED, Config, candidates, choose_config
+
+__all__ = ["FEATURES", "TUNED", "candidates", "plan", "prepare", "requests", "resources", "supports"]
 
 _BUILD = "numbaflash.kernels.simt.backward."
 _MOST_TILES = 2**31 - 1
@@ -46,9 +48,9 @@ def supports(problem: Problem, device: Device) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-def plan(problem: Problem, layouts: BackwardLayouts, device: Device, deterministic: bool) -> Plan:
-    """Choose tiles and grid; the grid is that of the products."""
-    return plan_of_config(problem, layouts, device, choose_config(problem, layouts, device, deterministic), deterministic)
+def plan(problem: Problem, layouts: BackwardLayouts, device: Device, deterministic: bool, *, config=None) -> Plan:
+    """Choose tiles and grid, or take the tiles of a config; the grid is that of the products."""
+    return plan_of_config(problem, layouts, device, config or choose_config(problem, layouts, device, deterministic), deterministic)
 
 
 def plan_of_config(problem: Problem, layouts: BackwardLayouts, device: Device, config: Config, deterministic: bool = False) -> Plan:

@@ -255,8 +255,8 @@ def fitting_tiles(compute: str, head_dim: int, head_dim_v: int, limit: int) -> t
     return tuple(tile for tile in fitting if tile.kv_tile >= _SMALLEST_GOOD) or tuple(fitting)
 
 
-def choose_tile(problem: Problem, device: Device) -> Tile:
-    """The first fitting tile that is not mostly empty and gives every multiprocessor a block; else the one with most blocks."""
+def useful_tiles(problem: Problem, device: Device) -> tuple[Tile, ...]:
+    """The fitting tiles that are not mostly empty and do not spill with the problem's options, or the smallest one."""
     compute = "float64" if problem.dtype == "float64" else "float32"
     tiles = fitting_tiles(compute, problem.head_dim, problem.head_dim_v, shared_limit(device))
     if Options.of(problem).of_products:
@@ -264,7 +264,12 @@ def choose_tile(problem: Problem, device: Device) -> Tile:
         crowded = options.mask and options.dropout and max(problem.head_dim, problem.head_dim_v) > 64
         most = _MOST_SCORES // 2 if crowded else _MOST_SCORES
         tiles = tuple(tile for tile in tiles if tile.q_tile * tile.kv_tile <= most * 32 * tile.warps)
-    tiles = tuple(tile for tile in tiles if tile.kv_tile < 2 * problem.seqlen_k) or tiles[-1:]
+    return tuple(tile for tile in tiles if tile.kv_tile < 2 * problem.seqlen_k) or tiles[-1:]
+
+
+def choose_tile(problem: Problem, device: Device) -> Tile:
+    """The first useful tile that gives every multiprocessor a block; else the one with most blocks."""
+    tiles = useful_tiles(problem, device)
 
     def blocks(tile):
         return problem.batch * problem.kv_heads * -(-problem.seqlen_k // tile.kv_tile)
@@ -277,6 +282,19 @@ def choose_config(problem: Problem, layouts: BackwardLayouts, device: Device, de
     if device.kind == "cpu":
         return config_of_tile(_SIMULATOR_TILE, problem, layouts, device, deterministic, _SIMULATOR_WARP)
     return config_of_tile(choose_tile(problem, device), problem, layouts, device, deterministic)
+
+
+TUNED = ("warps", "q_tile", "kv_tile", "buffers", "min_blocks")
+"""Fields in which `candidates` differ."""
+
+
+def candidates(problem: Problem, layouts: BackwardLayouts, device: Device, deterministic: bool) -> tuple[Config, ...]:
+    """What is worth measuring: `choose_config` first, then the other useful tiles of the tables."""
+    default = choose_config(problem, layouts, device, deterministic)
+    if device.kind == "cpu":
+        return (default,)
+    others = (config_of_tile(tile, problem, layouts, device, deterministic) for tile in useful_tiles(problem, device))
+    return tuple(dict.fromkeys((default, *others)))
 
 
 def config_of_tile(tile: Tile, problem: Problem, layouts: BackwardLayouts, device: Device, deterministic: bool, warp_size: int = 32) -> Config:

@@ -26,6 +26,7 @@ from .config import (
     ROW_THREADS,
     SINK_THREADS,
     TICKET_BYTES,
+    TUNED,
     BackwardConfig,
     BiasMemory,
     SharedMemory,
@@ -36,6 +37,9 @@ from .config import (
     q_blocks_of_tiles,
     visible_queries,
 )
+from .config import candidates as config_candidates
+
+__all__ = ["FEATURES", "TUNED", "candidates", "plan", "prepare", "requests", "resources", "supports"]
 
 _BUILD = "numbaflash.kernels.sm90.backward."
 _ARCH = (9, 0, "a")
@@ -53,9 +57,14 @@ def supports(problem: Problem, device: Device) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-def plan(problem: Problem, layouts: BackwardLayouts, device: Device, deterministic: bool) -> Plan:
-    """Choose tiles and grid, and which operands must be copied because TMA cannot read them in place."""
-    config = backward_config(problem, layouts, blocks=device.sm_count, deterministic=deterministic)
+def candidates(problem: Problem, layouts: BackwardLayouts, device: Device, deterministic: bool) -> tuple[BackwardConfig, ...]:
+    """Configs to measure, that of `plan` first."""
+    return config_candidates(problem, layouts, blocks=device.sm_count, deterministic=deterministic)
+
+
+def plan(problem: Problem, layouts: BackwardLayouts, device: Device, deterministic: bool, *, config: BackwardConfig | None = None) -> Plan:
+    """Choose tiles (or take those of a config) and grid, and which operands must be copied because TMA cannot read them in place."""
+    config = config or backward_config(problem, layouts, blocks=device.sm_count, deterministic=deterministic)
     copies, seen = {}, {}
     for name in ("dout", "q", "k", "v", "out", "dq", "dk", "dv"):
         layout = getattr(layouts, name)

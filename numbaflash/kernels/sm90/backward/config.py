@@ -10,7 +10,7 @@ import numpy as np
 from ....dispatch import BackwardLayouts
 from ....problem import ITEMSIZE, Problem
 from ...packing import most_tiles
-from ..config import ALIGNMENT, ELEMENTS, PLACE_BYTES, Warpgroups
+from ..config import ALIGNMENT, ELEMENTS, MAX_SHARED, PLACE_BYTES, Warpgroups
 from ..options import Access, Options
 
 TICKET_BYTES = 256  # before the turns
@@ -304,14 +304,11 @@ def backward_config(problem: Problem, layouts: BackwardLayouts, *, blocks: int, 
     options = replace(options, ranked=deterministic and options.masked)
     if options.terms or options.dropout:  # with each score there is something to do
         tiles = option_tiles(widest, options, deterministic or problem.left is not None)
-    # The producer's warps spill what they know of a panel more, of the turns of entries with lengths, or of where a sequence lies, beyond 24.
-    # Beside blocks of 128 queries they may: measured on an H200, that costs nothing, and consumers that spill instead are 20% slower.
-    roomy = tiles["kv_tile"] == 64 or ((deterministic and options.lengths or options.packed) and tiles["q_block"] == 64)
     return BackwardConfig(
         element=ELEMENTS[problem.dtype],
         head_dim=problem.head_dim,
         head_dim_v=problem.head_dim_v,
-        registers=(40, 232) if roomy else (24, 240),
+        registers=_registers(_is_roomy(options, deterministic, **tiles)),
         left=problem.left is not None,
         right=problem.right is not None,
         with_dq=with_dq,
@@ -325,6 +322,38 @@ def backward_config(problem: Problem, layouts: BackwardLayouts, *, blocks: int, 
         options=options,
         **tiles,
     )
+
+
+TUNED = ("q_block", "kv_tile", "stages", "last_keys_first")
+"""Fields in which `candidates` differ."""
+
+
+def candidates(problem: Problem, layouts: BackwardLayouts, *, blocks: int, deterministic: bool) -> tuple[BackwardConfig, ...]:
+    """What is worth measuring: `backward_config` first. With options, tiles are never larger than the chosen ones, which do not spill."""
+    default = backward_config(problem, layouts, blocks=blocks, deterministic=deterministic)
+    widest, tiles = max(problem.head_dim, problem.head_dim_v), [(default.q_block, default.kv_tile)]
+    if widest <= 64:
+        tiles.append((64, 128))
+    elif widest <= 128:
+        tiles.append((64, 64))
+    found = [default]
+    for q_block, kv_tile in tiles:
+        roomy = _is_roomy(default.options, default.deterministic, q_block, kv_tile)
+        for stages in (2, 3):
+            for last_first in sorted({default.last_keys_first, default.deterministic and default.right}):
+                sizes = {"q_block": q_block, "kv_tile": kv_tile, "stages": stages, "last_keys_first": last_first}
+                found.append(replace(default, registers=_registers(roomy), **sizes))
+    return tuple(dict.fromkeys(config for config in found if SharedMemory.of(config).total <= MAX_SHARED))
+
+
+def _is_roomy(options: Options, deterministic: bool, q_block: int, kv_tile: int) -> bool:
+    """The producer's warps spill what they know of a panel more, of the turns of entries with lengths, or of where a sequence lies, beyond 24.
+    Beside blocks of 128 queries they may: measured on an H200, that costs nothing, and consumers that spill instead are 20% slower."""
+    return kv_tile == 64 or ((deterministic and options.lengths or options.packed) and q_block == 64)
+
+
+def _registers(roomy):
+    return (40, 232) if roomy else (24, 240)
 
 
 def option_tiles(widest: int, options: Options, bookkeeping: bool) -> dict:

@@ -17,7 +17,21 @@ from ....dispatch import Device, Launch, Layouts, Plan, missing, operands
 from ....problem import ITEMSIZE, Problem
 from ..config import unmet
 from ..tensor_maps import refusal, row_major
-from .config import LANES, MERGE_TILES, MOST_MERGED, Q_TILE, DecodeConfig, SharedMemory, Workspace, decode_config, items, merge_shares_of, row_tiles
+from .config import (
+    LANES,
+    MERGE_TILES,
+    MOST_MERGED,
+    Q_TILE,
+    TUNED,
+    DecodeConfig,
+    SharedMemory,
+    Workspace,
+    decode_config,
+    items,
+    merge_shares_of,
+    row_tiles,
+)
+from .config import candidates as config_candidates
 
 FEATURES = frozenset({"softcap", "alibi_slopes", "sinks", "seqlens_k", "page_table"})
 """`Problem.features` that the kernels have."""
@@ -45,9 +59,14 @@ def supports(problem: Problem, device: Device) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-def plan(problem: Problem, layouts: Layouts, device: Device, num_splits: int | None = None) -> Plan:
-    """Choose sizes and grid, and which operands must be copied because they cannot be read 16 bytes at a time."""
-    config = decode_config(problem, layouts, num_splits)
+def candidates(problem: Problem, layouts: Layouts, device: Device, num_splits: int | None = None) -> tuple[DecodeConfig, ...]:
+    """Configs to measure, that of `plan` first."""
+    return config_candidates(problem, layouts, num_splits)
+
+
+def plan(problem: Problem, layouts: Layouts, device: Device, num_splits: int | None = None, *, config: DecodeConfig | None = None) -> Plan:
+    """Choose sizes (or take those of a config) and grid, and which operands must be copied because they cannot be read 16 bytes at a time."""
+    config = config or decode_config(problem, layouts, num_splits)
     copies, seen = {}, {}
     for name in ("q", "k", "v", "out"):
         layout = getattr(layouts, name)
@@ -176,4 +195,4 @@ def _merge_parameters(plan: Plan) -> list:
     ]
 
 
-__all__ = ["FEATURES", "DecodeConfig", "keep_workspace", "launches", "plan", "prepare", "requests", "resources", "supports"]
+__all__ = ["FEATURES", "TUNED", "DecodeConfig", "candidates", "keep_workspace", "launches", "plan", "prepare", "requests", "resources", "supports"]

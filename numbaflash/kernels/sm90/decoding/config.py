@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ....dispatch import Layouts
 from ....problem import Problem
 from ....ptx.mma import pitch
-from ..config import ELEMENTS
+from ..config import ELEMENTS, MAX_SHARED
 from ..options import Options
 
 Q_TILE = 16
@@ -231,7 +231,12 @@ def decode_config(problem: Problem, layouts: Layouts | None = None, num_splits: 
         sizes = {"keys": 16, "stages": 3, "blocks": 2}
     else:
         sizes = {"keys": 16, "stages": 3, "blocks": 1, "shared_q": True}
-    options = Options.of(problem, layouts, problem.group)
+    return config_of_sizes(sizes, problem, layouts, num_splits)
+
+
+def config_of_sizes(sizes: dict, problem: Problem, layouts: Layouts | None, num_splits: int | None) -> DecodeConfig:
+    """The configuration of a problem with given sizes, of as many blocks as have room."""
+    rows, options = problem.seqlen_q * problem.group, Options.of(problem, layouts, problem.group)
     config = DecodeConfig(
         element=ELEMENTS[problem.dtype],
         head_dim=problem.head_dim,
@@ -248,3 +253,38 @@ def decode_config(problem: Problem, layouts: Layouts | None = None, num_splits: 
     )
     room = _SHARED_BYTES // (SharedMemory.of(config).total + _RESERVED_BYTES)
     return replace(config, blocks=min(config.blocks, room), few_items=items(problem, config) < _FEW_ITEMS)
+
+
+TUNED = ("keys", "stages", "blocks", "shared_q")
+"""Fields in which `candidates` differ."""
+
+
+def candidates(problem: Problem, layouts: Layouts, num_splits: int | None = None) -> tuple[DecodeConfig, ...]:
+    """What is worth measuring: `decode_config` first. With a number of parts given, there is no other: what is computed for a sequence must not
+    depend on the rest of the batch."""
+    default = decode_config(problem, layouts, num_splits)
+    if num_splits is not None:
+        return (default,)
+    found = [default]
+    for keys in (16, 32):
+        for stages in (2, 3, 4):
+            for blocks in (1, 2, 3, 4):
+                for shared_q in sorted({False, default.shared_q}):
+                    sizes = {
+                        "division": default.division,
+                        "warps": default.warps,
+                        "keys": keys,
+                        "stages": stages,
+                        "blocks": blocks,
+                        "shared_q": shared_q,
+                    }
+                    config = config_of_sizes(sizes, problem, layouts, num_splits)
+                    if config.blocks == blocks and SharedMemory.of(config).total <= MAX_SHARED and _has_registers(config):
+                        found.append(config)
+    return tuple(dict.fromkeys(found))
+
+
+def _has_registers(config: DecodeConfig) -> bool:
+    """The output, the scores and the queries of a thread leave room for the rest."""
+    live = config.warp_columns // 2 + config.keys // 2 + (0 if config.shared_q else config.depth // 4)
+    return live <= min(200, 65536 // (config.threads * config.blocks) - 48)
