@@ -55,6 +55,7 @@ class Explanation:
             lines += [
                 ("family", plan.family),
                 ("config", _config(plan.config)),
+                *((("tuned", str(plan.tuned)),) if plan.tuned else ()),
             ]
             if self.device.kind == "cuda":
                 lines.append(

@@ -1,6 +1,6 @@
 """The command line. Each command is a module with ``add_parser(commands)`` and ``run(arguments) -> exit status``.
 
-Exit status: 0 done, 1 a comparison, a verification or a fuzzed case failed, 2 a wrong argument or file (one line on stderr),
+Exit status: 0 done, 1 a comparison, a verification, a fuzzed case or a tuned candidate failed, 2 a wrong argument or file (one line on stderr),
 130 interrupted, 141 the reader of the output went away.
 """
 
@@ -13,10 +13,10 @@ import sys
 import traceback
 
 from .._version import __version__
-from . import cache, demo, env, explain, fuzz, run, support, verify, warmup
+from . import cache, demo, env, explain, fuzz, run, support, tune, verify, warmup
 from .errors import CommandError
 
-COMMANDS = (run, demo, verify, explain, env, cache, warmup, fuzz, support)
+COMMANDS = (run, demo, verify, tune, explain, env, cache, warmup, fuzz, support)
 
 
 class Parser(argparse.ArgumentParser):

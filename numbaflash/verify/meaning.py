@@ -230,7 +230,7 @@ def in_parts(inputs: Inputs, out, lse, gradients=None):
     total = {}
     cuts = [0, p.seqlen_q * 3 // 8 + 1, p.seqlen_q * 5 // 7, p.seqlen_q]
     worst = {"out": 0.0, "lse": 0.0} if gradients is None else {}
-    largest = {name: _largest(inputs, x) for name, x in (gradients or {"out": inputs.arrays["v"]}).items()}
+    largest = {name: largest_of(inputs, x) for name, x in (gradients or {"out": inputs.arrays["v"]}).items()}
     for first, end in zip(cuts, cuts[1:], strict=False):
         keys = end if causal else p.seqlen_k
         some = Inputs(call, inputs.place, dict(inputs.arrays), inputs.values)
@@ -261,7 +261,8 @@ def in_parts(inputs: Inputs, out, lse, gradients=None):
     return f"all of it again in chunks of queries: {_shown_parts(worst)}", {"differences": worst}
 
 
-def _largest(inputs, x) -> float:
+def largest_of(inputs, x) -> float:
+    """Largest absolute value of an array, 1 where there is none but 0."""
     return max((float(abs(inputs.place.host(x[b])).max()) for b in range(len(x)) if 0 not in x.shape), default=1.0) or 1.0
 
 

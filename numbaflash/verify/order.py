@@ -45,7 +45,7 @@ def verify(calls: list[Call], place: Place, report: Report, *, family: str | Non
         Before anything is allocated, where a call has no room on the device.
     """
     calls = _possible(calls, place, family, report)
-    memory.check_fits(calls, place, lambda call: _workspace(call, place, family))
+    memory.check_fits(calls, place, lambda call: workspace_of(call, place, family))
     with use_family(family), nullcontext() if place.on_gpu else one_thread():
         _Verification(calls, place, report, family, checks).run()
     return report
@@ -68,7 +68,7 @@ def _possible(calls, place, family, report) -> list[Call]:
     return found
 
 
-def _workspace(call, place, family) -> int:
+def workspace_of(call, place, family) -> int:
     """Bytes, by the plan of contiguous arrays."""
     problem = call.problem
     try:

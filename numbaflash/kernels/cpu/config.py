@@ -127,8 +127,8 @@ def choose(problem: Problem, threads: int, num_splits: int | None = None) -> Cpu
     return CpuConfig(kernel, q_tile, KV_TILE, splits, min(threads, items * splits))
 
 
-TUNED = ("q_tile", "kv_tile", "splits", "threads")
-"""Fields in which `candidates` differ."""
+TUNED = ("q_tile", "kv_tile", "splits")
+"""Fields in which `candidates` differ. Threads are no matter of measuring: on a busy machine fewer would win."""
 
 
 def candidates(problem: Problem, threads: int, num_splits: int | None = None) -> tuple[CpuConfig, ...]:
@@ -138,14 +138,13 @@ def candidates(problem: Problem, threads: int, num_splits: int | None = None) ->
     if num_splits is not None:
         return (default,)
     found, rows = [default], problem.seqlen_q * problem.group
-    heads = max(1, problem.batch * problem.kv_heads)
+    heads, threads = max(1, problem.batch * problem.kv_heads), useful_threads(problem, default.kernel, threads)
     for q_tile in [default.q_tile] if default.kernel.form == "rows" else q_tiles(problem, default.kernel, rows):
         items = max(1, heads * -(-rows // q_tile))
         most = min(problem.seqlen_k // PART_KEYS, MOST_ITEMS * threads // items)
         for splits in sorted({1, default.splits, *(n for n in (2, 4, 8, 16, 32) if n <= most)}):
             for kv_tile in KV_TILES:
-                for used in sorted({1, default.threads, threads}):
-                    found.append(CpuConfig(default.kernel, q_tile, kv_tile, splits, min(used, items * splits)))
+                found.append(CpuConfig(default.kernel, q_tile, kv_tile, splits, min(threads, items * splits)))
     return tuple(dict.fromkeys(found))
 
 

@@ -55,17 +55,17 @@ def choose(problem: Problem, threads: int) -> BackwardConfig:
     return BackwardConfig(kernel, q_tile, KV_BLOCK, kv_tile, max(1, min(threads, heads * -(-problem.seqlen_k // kv_tile))))
 
 
-TUNED = ("kv_tile", "threads")
+TUNED = ("kv_tile",)
 """Fields in which `candidates` differ: those that decide no bit of the result."""
 
 
 def candidates(problem: Problem, threads: int) -> tuple[BackwardConfig, ...]:
     """What is worth measuring beside `choose`, which comes first."""
     default = choose(problem, threads)
-    found, heads = [default], problem.batch * problem.kv_heads
+    found, heads, threads = [default], problem.batch * problem.kv_heads, useful_threads(problem, threads)
     for kv_tile in kv_tiles(problem):
         items = max(1, heads * -(-problem.seqlen_k // kv_tile))
-        found += [replace(default, kv_tile=kv_tile, threads=min(used, items)) for used in sorted({1, default.threads, threads})]
+        found.append(replace(default, kv_tile=kv_tile, threads=min(threads, items)))
     return tuple(dict.fromkeys(found))
 
 
