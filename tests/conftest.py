@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy is there: the reference's products are small, and their threads wait by looping
+os.environ.setdefault("NUMBAFLASH_TUNE", "0")  # tests look at the families' own choices, whatever has been tuned on this machine
 
 import contextlib
 import functools

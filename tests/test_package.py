@@ -42,7 +42,8 @@ def metadata(wheel):
 def test_wheel_holds_the_package_and_nothing_else(wheel):
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "numbaflash").rglob("*.py")}
-    assert names == sources | {"numbaflash/py.typed"}
+    tables = {path.relative_to(ROOT).as_posix() for path in (ROOT / "numbaflash" / "tuned").glob("*.json")}
+    assert names == sources | tables | {"numbaflash/py.typed"}
     assert any(name.endswith("/LICENSE") for name in wheel.namelist())
 
 

@@ -219,11 +219,12 @@ def fitting_tiles(compute: str, head_dim: int, head_dim_v: int, shared_limit: in
     return tuple(tile for tile in fitting if tile.q_tile >= _SMALLEST_GOOD) or tuple(fitting)
 
 
-def useful_tiles(problem: Problem, device: Device) -> tuple[Tile, ...]:
-    """The fitting tiles that are not mostly empty, or the smallest one."""
+def useful_tiles(problem: Problem, device: Device, least: int = 1) -> tuple[Tile, ...]:
+    """The fitting tiles that are not mostly empty, or where there are fewer than ``least``, so many of the last ones."""
     compute = "float64" if problem.dtype == "float64" else "float32"
     tiles = fitting_tiles(compute, problem.head_dim, problem.head_dim_v, shared_limit(device))
-    return tuple(tile for tile in tiles if tile.q_tile < 2 * problem.seqlen_q) or tiles[-1:]
+    useful = tuple(tile for tile in tiles if tile.q_tile < 2 * problem.seqlen_q)
+    return useful if len(useful) >= least else tiles[-least:]
 
 
 def choose_tile(problem: Problem, device: Device) -> Tile:
@@ -268,7 +269,7 @@ def candidates(problem: Problem, layouts: Layouts, device: Device) -> tuple[Conf
     default = choose_config(problem, layouts, device, simulated=device.kind == "cpu")
     if device.kind == "cpu":
         return (default,)
-    return tuple(dict.fromkeys((default, *(config_of_tile(tile, problem, layouts, device) for tile in useful_tiles(problem, device)))))
+    return tuple(dict.fromkeys((default, *(config_of_tile(tile, problem, layouts, device) for tile in useful_tiles(problem, device, 3)))))
 
 
 def config_of_tile(tile: Tile, problem: Problem, layouts: Layouts, device: Device, warp_size: int = 32) -> Config:

@@ -25,7 +25,7 @@ CAP_TILES = {  # by head dim up to which, measured on an H200: 8 and 5% faster t
     128: {"q_tile": 192, "kv_block": 80, "hold": 0},
 }
 SPARE = 32  # registers of a consumer thread beside scores, packed P and the accumulator, that candidates leave
-BLOCKS = (64, 80, 96, 112, 128, 144, 160, 176)  # of keys, to measure
+Q_TILES, BLOCKS, HOLDS = (128, 192, 256), (64, 80, 96, 112, 128, 144, 160, 176), (0, 8, 16)  # to measure
 ROOMS = tuple(  # what shared memory may be used for, the preferred way first
     {"stages": stages, "q_stages": q_stages, "out_in_q": out_in_q, "out_parts": out_parts}
     for q_stages, out_in_q, out_parts in ((2, False, 1), (1, False, 1), (1, False, 2), (1, False, 3), (1, True, 1))
@@ -307,31 +307,21 @@ TUNED = ("q_tile", "kv_block", "stages", "q_stages", "out_in_q", "out_parts", "h
 def candidates(problem: Problem, layouts: Layouts, device: Device) -> tuple[ForwardConfig, ...]:
     """What is worth measuring: `forward_config` first, then other tiles that fit shared memory and leave a consumer thread the registers that the
     chosen ones leave it. Where there are options, only shorter blocks than the chosen ones are sure not to spill."""
-    default = forward_config(problem, layouts)
-    keys = kernel_keys(problem)[0]
+    default, keys = forward_config(problem, layouts), kernel_keys(problem)[0]
+    found = [default]
     if keys.features:
         step = 64 if default.options.masked else 32 if keys.dropout else 16
-        blocks = range(default.kv_block - step, 63, -step)
-        shapes = [{"q_tile": default.q_tile, "kv_block": n, "hold": min(default.hold, n // 4)} for n in blocks]
-        found = [replace(default, **shape) for shape in shapes]
-    else:
-        tiles = ({"q_tile": q_tile, "kv_block": kv_block} for q_tile in (128, 192, 256) for kv_block in BLOCKS)
-        first = {"rescale_first": default.rescale_first}
-        found = [
-            config_of_tiles(first | shape | room | {"hold": hold}, problem, layouts)
-            for shape in tiles
-            for room in ROOMS
-            for hold in sorted({0, min(8, shape["kv_block"] // 4), min(16, shape["kv_block"] // 4)})
-        ]
-    fitting, rooms = [], {}
-    for config in found:
-        live = config.kv_block // 2 + config.kv_block // 4 + config.padded_head_dim_v // 2
-        if live > config.registers[1] - SPARE or SharedMemory.of(config).total > MAX_SHARED:
-            continue
-        room = (config.stages, config.q_stages, config.out_in_q, config.out_parts)
-        if keys.features or rooms.setdefault((config.q_tile, config.kv_block), room) == room:  # of the ways to use the memory, the first that fits
-            fitting.append(config)
-    return tuple(dict.fromkeys((default, *fitting)))
+        found += [replace(default, kv_block=n, hold=min(default.hold, n // 4)) for n in range(default.kv_block - step, 63, -step)]
+        return tuple(found)
+    for q_tile in Q_TILES:
+        of_tile = config_of_tiles({"q_tile": q_tile, "kv_block": BLOCKS[0], "rescale_first": default.rescale_first}, problem, layouts)
+        for kv_block in BLOCKS:
+            live = kv_block // 2 + kv_block // 4 + of_tile.padded_head_dim_v // 2
+            roomy = (replace(of_tile, kv_block=kv_block, **room) for room in ROOMS)
+            fitting = next((config for config in roomy if SharedMemory.of(config).total <= MAX_SHARED), None)
+            if live <= of_tile.registers[1] - SPARE and fitting is not None:
+                found += [replace(fitting, hold=hold) for hold in HOLDS if hold <= kv_block // 4]
+    return tuple(dict.fromkeys(found))
 
 
 def _only_drops(problem: Problem, options: Options) -> bool:
