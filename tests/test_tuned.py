@@ -22,6 +22,7 @@ from numbaflash.kernels.sm90.backward.config import SharedMemory as BackwardMemo
 from numbaflash.kernels.sm90.decoding.config import SharedMemory as DecodeMemory
 from numbaflash.problem import make_decode_problem, make_packed_problem, make_problem
 from numbaflash.tuned import keys, search, store
+from numbaflash.verify import timing
 from numbaflash.verify.places import Place
 
 H200 = Device("cuda", 0, (9, 0), 132, "NVIDIA H200")
@@ -31,6 +32,7 @@ DIRECTIONS = ("forward", "backward", "decode")
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """The user's tables of a test, which are used."""
+    monkeypatch.setattr(timing, "MOST_ROUNDS", 7)
     monkeypatch.setenv("NUMBAFLASH_TUNE_DIR", str(tmp_path / "tables"))
     monkeypatch.delenv("NUMBAFLASH_TUNE", raising=False)
     store.forget()
@@ -149,14 +151,17 @@ def arrays(seed=0, batch=2, seqlen=150, heads=4, kv_heads=2, head_dim=32):
     return q, *(rng.standard_normal((batch, seqlen, kv_heads, head_dim), dtype=np.float32) for _ in range(2))
 
 
-@pytest.mark.parametrize("options", [{"causal": True}, {"window": (90, 40), "mask": True, "dropout": 0.25, "seed": 3}], ids=str)
+@pytest.mark.parametrize("options", [{"causal": True}, {"mask": True, "dropout": 0.25, "seed": 3}], ids=str)
 def test_every_candidate_of_the_cpu_computes_the_same(options):
     q, k, v = arrays()
     if "mask" in options:
         options = options | {"mask": np.random.default_rng(1).random((150, 150)) < 0.5}
     out, lse = nf.forward(q, k, v, **options, return_lse=True)
-    gradients = nf.backward(out, q, k, v, out, lse, **options)
-    for direction, inputs in (("forward", {}), ("backward", {"dout": out, "out": out, "lse": lse})):
+    inputs_of = {"forward": {}}
+    if "mask" not in options:  # compiling the gradients takes its time
+        gradients = nf.backward(out, q, k, v, out, lse, **options)
+        inputs_of["backward"] = {"dout": out, "out": out, "lse": lse}
+    for direction, inputs in inputs_of.items():
         plan = nf.explain(q, k, v, **inputs, **options, direction=direction, return_lse=True).plan
         package = dispatch.family("cpu", direction)
         candidates = package.candidates(plan.problem, plan.layouts, CPU, *how_of(direction))

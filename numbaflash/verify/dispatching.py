@@ -33,6 +33,8 @@ def dispatched(inputs: Inputs, run):
         if inputs.place.on_gpu
         else f", {plan.threads} thread{'s' * (plan.threads != 1)}"
     )
+    if plan.tuned:
+        text += f"; tuned, {plan.tuned}"
     if plan.copies:
         text += f"; copies: {'; '.join(f'{name}, as {reason}' for name, reason in plan.copies.items())}"
     text += "".join(f"; not {name}: {', '.join(reasons)}" for name, reasons in faster.items())

@@ -255,7 +255,7 @@ def config_of_sizes(sizes: dict, problem: Problem, layouts: Layouts | None, num_
     return replace(config, blocks=min(config.blocks, room), few_items=items(problem, config) < _FEW_ITEMS)
 
 
-TUNED = ("keys", "stages", "blocks", "shared_q")
+TUNED = ("keys", "stages", "blocks")
 """Fields in which `candidates` differ."""
 
 
@@ -269,22 +269,14 @@ def candidates(problem: Problem, layouts: Layouts, num_splits: int | None = None
     for keys in (16, 32):
         for stages in (2, 3, 4):
             for blocks in (1, 2, 3, 4):
-                for shared_q in sorted({False, default.shared_q}):
-                    sizes = {
-                        "division": default.division,
-                        "warps": default.warps,
-                        "keys": keys,
-                        "stages": stages,
-                        "blocks": blocks,
-                        "shared_q": shared_q,
-                    }
-                    config = config_of_sizes(sizes, problem, layouts, num_splits)
-                    if config.blocks == blocks and SharedMemory.of(config).total <= MAX_SHARED and _has_registers(config):
-                        found.append(config)
+                sizes = {name: getattr(default, name) for name in ("division", "warps", "shared_q")}
+                config = config_of_sizes(sizes | {"keys": keys, "stages": stages, "blocks": blocks}, problem, layouts, num_splits)
+                if config.blocks == blocks and SharedMemory.of(config).total <= MAX_SHARED and _has_registers(config):
+                    found.append(config)
     return tuple(dict.fromkeys(found))
 
 
 def _has_registers(config: DecodeConfig) -> bool:
     """The output, the scores and the queries of a thread leave room for the rest."""
     live = config.warp_columns // 2 + config.keys // 2 + (0 if config.shared_q else config.depth // 4)
-    return live <= min(200, 65536 // (config.threads * config.blocks) - 48)
+    return live <= min(200, 65536 // (config.threads * config.blocks) - 56)
