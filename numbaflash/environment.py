@@ -107,6 +107,7 @@ def env(*, import_frameworks: bool = False) -> Environment:
     probes += [
         ("variables", lambda: {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}),
         ("cache folder", _cache_folder),
+        ("tuned tables", _tuned_tables),
     ]
     children = ["cpu compiler", "gpu compiler", "ptxas", "cuda driver", "gpus"]
     if import_frameworks:
@@ -159,6 +160,15 @@ def _cache_folder() -> str:
     except OSError as error:
         return f"{folder}, not writable ({error.strerror}): kernels are kept in memory only"
     return f"{folder}, writable, {len(cache.entries())} kernels"
+
+
+def _tuned_tables() -> str:
+    from .tuned import store
+
+    folder = store.directory()
+    found = [f"{path.name} ({len(store.read(path))} choices)" for path in sorted(folder.glob("*.json"))]
+    off = "; NUMBAFLASH_TUNE=0, so none is used" if store.is_off() else ""
+    return f"{folder}: {', '.join(found) or 'none'}{off}"
 
 
 def _in_child(name: str) -> Any:

@@ -14,13 +14,14 @@ import pytest
 
 import numbaflash as nf
 from numbaflash import call as road
-from numbaflash import cli, dispatch, support, tuned, verify
+from numbaflash import cli, dispatch, environment, support, tuned, verify
 from numbaflash.dispatch import CPU, Device
 from numbaflash.kernels.simt import config as simt_config
 from numbaflash.kernels.sm90 import config as sm90_config
 from numbaflash.kernels.sm90.backward.config import SharedMemory as BackwardMemory
 from numbaflash.kernels.sm90.decoding.config import SharedMemory as DecodeMemory
 from numbaflash.problem import make_decode_problem, make_packed_problem, make_problem
+from numbaflash.toolchain import CompileError, warmup
 from numbaflash.tuned import keys, search, store
 from numbaflash.verify import timing
 from numbaflash.verify.places import Place
@@ -426,12 +427,10 @@ class Clock(Place):
         self.seconds_of, self.turn = seconds, 0
 
     def seconds(self, call):
-        config = dispatch.forced().config if dispatch.forced() else None
         call()
         self.turn += 1
-        forced = next((cell.cell_contents for cell in call.__closure__ if isinstance(cell.cell_contents, search.Trial)), None)
-        config = forced.config if forced else config
-        return self.seconds_of(config) * (1 + 0.01 * (self.turn % 3)), 0.0
+        (trial,) = (cell.cell_contents for cell in call.__closure__ if isinstance(cell.cell_contents, search.Trial))
+        return self.seconds_of(trial.config) * (1 + 0.01 * (self.turn % 3)), 0.0
 
 
 ATTENTION = verify.Attention(heads=4, kv_heads=2, head_dim=32, head_dim_v=32, dtype="float32")
@@ -534,6 +533,52 @@ def test_an_own_choice_that_is_wrong_ends_its_call(monkeypatch, folder):
     assert outcome.status == search.WRONG and outcome.wrong and outcome.entry is None and not folder.exists()
 
 
+def test_a_table_of_the_package_that_loses_is_overruled(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "SHIPPED", tmp_path / "shipped")
+    which = [call for call in calls(backward=False) if call.direction == "forward"]
+    tune(faster_with(kv_tile=128), which, folder=store.SHIPPED)
+    plan = verify.inputs.Inputs.of(which[0], Place()).explain().plan
+    assert plan.config.kv_tile == 128 and plan.tuned.file.startswith(str(store.SHIPPED))
+    (outcome,) = tune(lambda config: 1.0, which)
+    plan = verify.inputs.Inputs.of(which[0], Place()).explain().plan
+    assert outcome.status == search.KEPT and plan.config.kv_tile == 64 and plan.tuned.file == outcome.file and outcome.file.startswith(str(folder))
+    assert len(store.read(store.path_of(keys.model_of(CPU), store.SHIPPED))) == 1
+
+
+def test_a_stored_choice_that_is_wrong_now_is_dropped(monkeypatch):
+    which = [call for call in calls(backward=False) if call.direction == "forward"]
+    tune(faster_with(kv_tile=128), which)
+    package = dispatch.family("cpu")
+    prepare = package.prepare
+    monkeypatch.setattr(package, "prepare", lambda plan: prepare(plan) if plan.config.kv_tile == 64 else lambda addresses, stream: None)
+    (outcome,) = tune(lambda config: 1.0, which)
+    assert outcome.wrong and outcome.entry is None and store.read(store.path_of(keys.model_of(CPU))) == []
+
+
+def test_candidates_of_a_gpu_that_spill_or_do_not_build_are_left_out(monkeypatch):
+    """Without a GPU: what is built, and what comes of what ptxas says of it."""
+    p = problem("bfloat16", head_dim=128)
+    layouts, package = layouts_of(p, "forward"), dispatch.family("sm90")
+    found = search._Search(calls()[0], Place(), None, 1.0, lambda line: None)
+    found.plan, found.package = package.plan(p, layouts, H200), package
+    monkeypatch.setattr(Place, "on_gpu", True)
+    warmed = []
+    monkeypatch.setattr(warmup, "warm_plans", lambda plans, load: warmed.extend(plans))
+
+    def resources(plan):
+        if plan.config.kv_block == 64:
+            raise CompileError("refused")
+        return {"spill_bytes": 8 * (plan.config.kv_block == 80)}
+
+    monkeypatch.setattr(package, "resources", resources)
+    trials = [search.Trial(config, tuned.values_of(package, config)) for config in package.candidates(p, layouts, H200)]
+    found._build(trials, ())
+    assert [plan.config for plan in warmed] == [trial.config for trial in trials]
+    for trial in trials:
+        assert trial.why_not == {64: "not built: refused", 80: "spills 8 bytes"}.get(trial.config.kv_block, "")
+    assert {trial.config.kv_block for trial in trials} > {64, 80, 128}
+
+
 # ---- the command
 
 
@@ -564,6 +609,7 @@ def test_the_command_lists_and_clears(capsys, folder):
     assert "2 choices" in command(capsys, "list", "--family", "cpu", "--direction", "forward")[1]
     assert "1 choices deleted" in command(capsys, "clear", "--stale")[1] and not (folder / "nvidia-h200.json").exists()
     assert "1 choices deleted" in command(capsys, "clear", "--direction", "backward")[1]
+    assert environment._tuned_tables() == f"{folder}: {store.path_of(keys.model_of(CPU)).name} (2 choices)"
     assert plan_of(problem(), "backward", CPU).tuned is None and plan_of(problem(), "forward", CPU).tuned
     assert "2 choices deleted" in command(capsys, "clear")[1] and list(folder.iterdir()) == []
     assert plan_of(problem(), "forward", CPU).tuned is None

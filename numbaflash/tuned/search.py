@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -165,20 +165,32 @@ def tune(
 
 
 def _keep(outcome, place, folder):
-    """Store what was won; drop an older entry where the family's own choice has won."""
+    """Store what was won. Where nothing was, an older entry that has lost, or is wrong, is dropped, and one of the package overruled."""
     model = model_of(place.device)
+    path, at = store.path_of(model, folder), (outcome.family, outcome.call.direction, outcome.key)
     if outcome.entry is not None:
         outcome.file = str(store.store(model, [outcome.entry], folder=folder))
-    elif outcome.status == KEPT:
-        at = (outcome.family, outcome.call.direction, outcome.key)
-        path = store.path_of(model, folder)
-        try:
-            known = {entry.place for entry in store.read(path, model)}
-        except (OSError, store.TableError):
-            return
-        if at in known:
-            store.store(model, [], drop=[at], folder=folder)
-            outcome.text += f"; the older entry was removed from {path}"
+        return
+    wrong = [trial.values for trial in outcome.trials if trial.wrong]
+
+    def has_lost(entry):
+        return entry.place == at and (outcome.status == KEPT or entry.config in wrong)
+
+    if any(has_lost(entry) for entry in _entries(path, model)):
+        store.store(model, [], drop=[at], folder=folder)
+        outcome.text += f"; the older entry was removed from {path}"
+    for entry in _entries(store.path_of(model, store.SHIPPED), model):
+        if has_lost(entry) and not entry.is_stale and path.parent != store.SHIPPED:
+            own = replace(entry, config=outcome.trials[0].values, seconds=entry.default_seconds, date=store.now(), problem=str(outcome.call))
+            outcome.file = str(store.store(model, [own], folder=folder))
+            outcome.text += f"; {outcome.file} has it in the place of the package's"
+
+
+def _entries(path, model) -> list[store.Entry]:
+    try:
+        return store.read(path, model)
+    except (OSError, store.TableError):
+        return []
 
 
 class _Search:
@@ -251,8 +263,8 @@ class _Search:
             return
         self._check(others)
         for trial in others:
-            if trial.wrong:
-                self.say(f"  WRONG, left out: {_words(trial.values)}: {trial.why_not}")
+            if trial.why_not:
+                self.say(f"  {'WRONG, ' if trial.wrong else ''}left out: {_words(trial.values)}: {trial.why_not}")
         self._measure(own, others, outcome)
 
     def _build(self, trials, how):
@@ -264,6 +276,7 @@ class _Search:
         from ..toolchain.warmup import WarmupError, warm_plans
 
         p = self.plan
+        self.say(f"  building {len(trials)} candidates")
         plans = [self.package.plan(p.problem, p.layouts, p.device, *how, config=trial.config) for trial in trials]
         try:
             warm_plans(plans, load=False)
