@@ -545,6 +545,22 @@ def test_a_table_of_the_package_that_loses_is_overruled(folder, tmp_path, monkey
     assert len(store.read(store.path_of(keys.model_of(CPU), store.SHIPPED))) == 1
 
 
+def test_a_stored_choice_that_there_was_no_time_for_stays(monkeypatch):
+    which = [call for call in calls(backward=False) if call.direction == "forward"]
+    tune(faster_with(kv_tile=128), which)
+    (entry,) = store.read(store.path_of(keys.model_of(CPU)))
+    check = search._Search._check
+
+    def check_in_a_hurry(self, trials):
+        check(self, trials)
+        for trial in trials:
+            trial.why_not = "no time left (--budget)" if trial.values == entry.config else ""
+
+    monkeypatch.setattr(search._Search, "_check", check_in_a_hurry)
+    (outcome,) = tune(lambda config: 1.0, which)
+    assert outcome.status == search.KEPT and store.read(store.path_of(keys.model_of(CPU))) == [entry]
+
+
 def test_a_stored_choice_that_is_wrong_now_is_dropped(monkeypatch):
     which = [call for call in calls(backward=False) if call.direction == "forward"]
     tune(faster_with(kv_tile=128), which)

@@ -172,9 +172,10 @@ def _keep(outcome, place, folder):
         outcome.file = str(store.store(model, [outcome.entry], folder=folder))
         return
     wrong = [trial.values for trial in outcome.trials if trial.wrong]
+    untimed = [trial.values for trial in outcome.trials if trial.seconds is None]
 
     def has_lost(entry):
-        return entry.place == at and (outcome.status == KEPT or entry.config in wrong)
+        return entry.place == at and (entry.config in wrong or (outcome.status == KEPT and entry.config not in untimed))
 
     if any(has_lost(entry) for entry in _entries(path, model)):
         store.store(model, [], drop=[at], folder=folder)
