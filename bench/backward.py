@@ -10,8 +10,9 @@ from __future__ import annotations
 import argparse
 import sys
 
+from numbaflash.benchmarks.passes import Backward
+
 from . import grids
-from .passes import Backward
 
 PROGRAM = "bench.backward"
 FULL = grids.FULL | {"budget": 420.0}

@@ -16,13 +16,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from . import gpu, ncu, records
-from .cells import Cell, backward_flops, forward_flops, heads_of, inputs
+from numbaflash.benchmarks import gpu, records
+from numbaflash.benchmarks.cells import Cell, backward_flops, forward_flops, heads_of, inputs
+from numbaflash.benchmarks.passes import Backward, Forward
+from numbaflash.benchmarks.peers import OURS, Numbaflash, facts_of, one_line
+
+from . import ncu
 from .counter_tables import BENCH, text_of
 from .decode import LENGTHS, DecodeCell, Inputs
 from .grids import choices
-from .passes import Backward, Forward
-from .peers import OURS, Numbaflash, facts_of, one_line
 
 PROGRAM = "bench.counters"
 FOLDER = Path(__file__).parents[1]

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
 
-from . import records, table
-from .accuracy import WRONG, Sample
-from .cells import DTYPES, backward_flops, forward_flops, problem_fields
-from .progress import Progress, colour_wanted
+from numbaflash.benchmarks import records, tables
+from numbaflash.benchmarks.accuracy import WRONG, Sample
+from numbaflash.benchmarks.cells import DTYPES, backward_flops, forward_flops, problem_fields
+from numbaflash.benchmarks.progress import Progress, colour_wanted
 
 METHOD = "wall time of a call, results allocated; libraries interleaved, order rotated"
 DIRECTIONS = ("forward", "backward")
@@ -28,7 +28,7 @@ MASKS = {"full": False, "causal": True}
 
 @dataclass(frozen=True, slots=True)
 class CpuCell:
-    """One problem; `seqlen`, `batch` and `problem` as in `bench.cells.Cell`."""
+    """One problem; `seqlen`, `batch` and `problem` as in `numbaflash.benchmarks.cells.Cell`."""
 
     dtype: str
     batch: int
@@ -115,7 +115,7 @@ class Run:
         if options.threads is not None:
             numba.set_num_threads(options.threads)
         torch.set_num_threads(numba.get_num_threads())
-        self.versions = {table.OURS: numbaflash.__version__, "torch": torch.__version__}
+        self.versions = {tables.OURS: numbaflash.__version__, "torch": torch.__version__}
         self.common = {
             "gpu": processor(),
             "cpu": llvmlite.binding.get_host_cpu_name(),
@@ -139,17 +139,17 @@ class Run:
         q, k, v, dout = self.tensors(cell)
         ours = [x.transpose(1, 2) for x in (q, k, v)]
         if self.options.direction == "forward":
-            calls = {table.OURS: lambda: numbaflash.forward(*ours, causal=cell.causal), "torch": lambda: self._torch(cell, q, k, v)}
-            error, complaint = Sample(cell, *ours).judge(calls[table.OURS]())
+            calls = {tables.OURS: lambda: numbaflash.forward(*ours, causal=cell.causal), "torch": lambda: self._torch(cell, q, k, v)}
+            error, complaint = Sample(cell, *ours).judge(calls[tables.OURS]())
         else:
             out, lse = numbaflash.forward(*ours, causal=cell.causal, return_lse=True)
             leaves = [x.detach().requires_grad_() for x in (q, k, v)]
             peer_out, dout_rows = self._torch(cell, *leaves), dout.transpose(1, 2)
             calls = {
-                table.OURS: lambda: numbaflash.backward(dout_rows, *ours, out, lse, causal=cell.causal),
+                tables.OURS: lambda: numbaflash.backward(dout_rows, *ours, out, lse, causal=cell.causal),
                 "torch": lambda: torch_gradients(peer_out, leaves, dout),
             }
-            error, complaint = judge_gradients(cell, *ours, dout_rows, calls[table.OURS](), [x.transpose(1, 2) for x in calls["torch"]()])
+            error, complaint = judge_gradients(cell, *ours, dout_rows, calls[tables.OURS](), [x.transpose(1, 2) for x in calls["torch"]()])
         plan = numbaflash.explain(*ours, causal=cell.causal, direction=self.options.direction).plan
         facts = {"family": plan.family, "config": repr(plan.config), "grid": list(plan.grid), "threads": plan.threads}
         if complaint is None:
@@ -184,7 +184,7 @@ class Run:
                 "library": name,
                 "version": self.versions[name],
             }
-            more = facts if name == table.OURS else {}
+            more = facts if name == tables.OURS else {}
             self.records.append(records.check({**base, **self._numbers(cell, times, complaint), **more, **self.common}))
         return complaint
 
@@ -274,8 +274,8 @@ def main(arguments=None) -> int:
         return 130
     finally:
         progress.close()
-    print(table.cell_table(run.records, metric="ms", colour=colour_wanted()))
-    print(f"\n{table.summary(run.records)}\n{path}")
+    print(tables.cell_table(run.records, metric="ms", colour=colour_wanted()))
+    print(f"\n{tables.summary(run.records)}\n{path}")
     for line in wrong:
         print(line, file=sys.stderr)
     return 1 if wrong else 0

@@ -45,7 +45,7 @@ def main(arguments) -> int:
 
     q, k, v = timed("context and inputs", operands)
     if arrays == "torch":
-        from .peers import LIBRARIES
+        from numbaflash.benchmarks.peers import LIBRARIES
 
         bound = timed(f"import {library}", LIBRARIES[library]) if library != "numbaflash" else LIBRARIES[library]()
         scope, call = bound.scope(), bound.bind(q, k, v, causal == "1")

@@ -8,8 +8,9 @@ from __future__ import annotations
 import argparse
 import sys
 
+from numbaflash.benchmarks.passes import Forward
+
 from . import grids
-from .passes import Forward
 
 PROGRAM = "bench.forward"
 

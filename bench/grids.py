@@ -1,28 +1,23 @@
-"""A grid of cells measured with several libraries on a GPU: what `bench.forward`, `bench.backward` and `bench.training` share.
-
-Every library's result is compared with float64 on a sample before it is timed; one that is wrong, fails or does not fit is
-reported and left out of that cell.
-"""
+"""A grid of cells measured with several libraries on a GPU: the command line that `bench.forward`, `bench.backward`, `bench.training` and
+`bench.varlen` share. How it is measured: `numbaflash.benchmarks.running`."""
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 import time
 from pathlib import Path
 
-from . import evidence, gpu, plots, prebuild, records, table, timing
-from .cells import DTYPES, grid, heads_of
-from .peers import OWN, find, one_line
-from .prebuild import Task
-from .progress import Progress, colour_wanted
+from numbaflash.benchmarks import gpu, plots, prebuild, records, running, tables
+from numbaflash.benchmarks.cells import DTYPES, grid, heads_of
+from numbaflash.benchmarks.peers import find
+from numbaflash.benchmarks.progress import Progress, colour_wanted
+from numbaflash.benchmarks.running import Run, verdict
 
 FULL = {"dims": "64,128,256", "seqlens": "512,1024,2048,4096,8192,16384", "dtypes": "bf16,fp16", "causal": "full,causal", "heads": "mha,gqa"}
 FULL |= {"budget": 240.0, "rounds": 7}
 QUICK = {"dims": "64,128,256", "seqlens": "1024,4096,16384", "dtypes": "bf16", "causal": "full,causal", "heads": "mha", "budget": 60.0, "rounds": 5}
 MASKS = {"full": False, "causal": True}
-RESERVE_S = 15.0  # of the budget, for the evidence, the plots and the table
 
 
 def parser(program, what, description, full) -> argparse.ArgumentParser:
@@ -32,7 +27,7 @@ def parser(program, what, description, full) -> argparse.ArgumentParser:
     ----------
     program : str
         Name of the module that is run.
-    what : class of bench.passes
+    what : class of numbaflash.benchmarks.passes
     description : str
     full : dict
         Values of the options that ``--quick`` changes, without it.
@@ -120,142 +115,10 @@ def integers(name, text, most) -> list[int]:
     return numbers
 
 
-class Run:
-    """One run over a grid: measures the cells and gathers the records.
-
-    Parameters
-    ----------
-    what : class of bench.passes
-        What a call computes.
-    options : argparse.Namespace
-        From `parse`.
-    libraries : dict of str to Library
-    common : dict
-        Fields of every record.
-    device : bench.gpu.Gpu
-    built : list of dict
-        From `prebuild.prebuild`: evidence that need not be gathered again.
-    """
-
-    def __init__(self, what, options, libraries, common, device, built=()):
-        self.what, self.options, self.libraries, self.common, self.device = what, options, libraries, common, device
-        self.told = {(r["library"], r["cell"]): r["evidence"] for r in built if "evidence" in r and r["what"] == what.__name__}
-        self.records = []
-
-    @staticmethod
-    def tasks(what, cells, libraries) -> list[Task]:
-        """What is to be built before cells are measured."""
-        return [Task(what, cell, tuple(libraries)) for cell in cells]
-
-    def cell(self, cell, target_ms, note) -> tuple[int, float]:
-        """Check and time every library on a cell; returns how many were timed, and the seconds that took."""
-        admitted = self.admit(cell, note)
-        start = time.monotonic()
-        calls = {name: call for name, (call, _) in admitted.items()}
-        for name, times in timing.measure(self.device, calls, rounds=self.options.rounds, target_ms=target_ms).items():
-            self.timed(cell, name, times, admitted[name][1], note)
-        return len(calls), time.monotonic() - start
-
-    def admit(self, cell, note) -> dict:
-        """(function that calls the library on the next input set, facts for the record) of each library whose results are right."""
-        try:
-            count = timing.input_sets(cell.bytes_of(*self.what.operands), self.device.l2_bytes)
-            sets = [self.device.inputs(cell, self.what.operands) for _ in range(count)]
-            sample = self.what.sample(cell, *sets[0])
-        except Exception as error:  # out of memory, most likely: the other cells are still measured
-            self._still_alive(error)
-            self.skip(cell, one_line(error), note)
-            return {}
-        admitted = {}
-        for name, library in self.libraries.items():
-            try:
-                reason = library.unfit(cell, self.device.free_bytes(), self.what.direction)
-                if reason is None:
-                    call, facts, reason = self._admit(library, sets, cell, sample)
-                if reason is None:
-                    admitted[name] = call, facts
-            except Exception as error:  # whatever a library raises, the others are still measured
-                reason = one_line(error)
-                self._still_alive(error)
-            if reason is not None:
-                self._skip(cell, name, reason, note)
-        return admitted
-
-    def timed(self, cell, name, times, facts, note) -> dict:
-        """Keep the times of a library as a record, and return it."""
-        numbers = times.summary()
-        if times.host_bound:
-            note(f"{cell}: {name} waits for the device in each call; its times hold host time too")
-        return self._record(cell, name, {**numbers, "tflops": self.what.flops(cell) / numbers["ms"] / 1e9, **facts})
-
-    def skip(self, cell, reason, note) -> None:
-        """Record of every library why it was not measured on a cell."""
-        for name in self.libraries:
-            self._record(cell, name, {"ms": None, "tflops": None, "skipped": reason})
-        note(f"{cell}: left out: {reason}")
-
-    def _admit(self, library, sets, cell, sample):
-        """(function that calls the library on the next input set, facts for the record, None), or (None, {}, what is wrong)."""
-        with library.scope():
-            bound = [self.what.bind(library, arrays, cell) for arrays in sets]
-            error, complaint = sample.judge(library.rows(bound[0](), cell.structure))
-            if complaint:
-                return None, {}, complaint
-            told = self.told.get((library.name, str(cell)))
-            told = prebuild.evidence(self.what, library, sets[0], cell) if told is None else told
-            facts = {"input_sets": len(sets), "error_per_tolerance": error, **told}
-        turn = itertools.cycle(bound)
-
-        def call():
-            with library.scope():
-                next(turn)()
-
-        return call, facts, None
-
-    def _skip(self, cell, name, reason, note):
-        self._record(cell, name, {"ms": None, "tflops": None, "skipped": reason})
-        note(f"{cell}: {name} left out: {reason}")
-
-    def _still_alive(self, error):
-        """A CUDA context that an error has destroyed cannot measure anything any more."""
-        try:
-            self.device.recover()
-        except Exception:
-            raise RuntimeError(f"the CUDA context is lost after: {one_line(error)}") from error
-
-    def _record(self, cell, name, more):
-        library = self.libraries[name]
-        base = {"bench": self.what.bench, "direction": self.what.direction, **cell.fields(), "library": name, "version": library.version}
-        self.records.append(records.check({**base, **more, "method": timing.METHOD, **self.common}))
-        return self.records[-1]
-
-    def add_kernel_names(self):
-        """Write into each record with a time which kernels the library launched there."""
-        timed = [r for r in self.records if r["ms"] is not None]
-        cells = {tuple(cell.fields()[name] for name in records.CELL): cell for cell in self.options.cells}
-
-        def calls():
-            arrays, last = None, None
-            for record in timed:
-                cell = cells[tuple(record[name] for name in records.CELL)]
-                if cell != last:
-                    arrays, last = None, cell
-                    arrays = self.device.inputs(cell, self.what.operands)
-                yield from self._one_call(record["library"], arrays, cell)
-
-        for record, names in zip(timed, evidence.kernels(calls()), strict=True):
-            record["kernels"] = names
-
-    def _one_call(self, name, arrays, cell):
-        library = self.libraries[name]
-        with library.scope():
-            yield self.what.bind(library, arrays, cell)
-
-
 def report(runs, path, seconds) -> int:
     """Table, plots and the places of the files; exit code 1 when numbaflash failed or was wrong in a cell."""
     (run,) = runs
-    print(table.tables(run.records, colour=colour_wanted()))
+    print(tables.tables(run.records, colour=colour_wanted()))
     try:
         drawn = plots.plot(run.records, path)
     except ImportError:
@@ -265,16 +128,6 @@ def report(runs, path, seconds) -> int:
     return verdict(run.records)
 
 
-def verdict(found) -> int:
-    """Exit code: 1, with a line that says so, when numbaflash failed or was wrong in a cell."""
-    failed = [r for r in found if r["library"] in OWN and r.get("skipped")]
-    if failed:
-        first = table.name_of(tuple(failed[0][name] for name in records.CELL))
-        print(f"{failed[0]['library']} has no time in {len(failed)} cells, first: {first}: {failed[0]['skipped']}", file=sys.stderr)
-        return 1
-    return 0
-
-
 def main(program, passes, options, *, more=None, make=Run, report=report, drop=False) -> int:
     """Measure the grid of some options; returns the exit code.
 
@@ -282,7 +135,7 @@ def main(program, passes, options, *, more=None, make=Run, report=report, drop=F
     ----------
     program : str
         Name of the module that is run.
-    passes : list of class of bench.passes
+    passes : list of class of numbaflash.benchmarks.passes
         What is measured on each cell, in this order. Libraries and the name of the results are those of the first.
     options : argparse.Namespace
         From `parse`.
@@ -331,29 +184,11 @@ def main(program, passes, options, *, more=None, make=Run, report=report, drop=F
 
 
 def measure(runs, path, seconds, progress, drop=False):
-    """Measure every cell within so many seconds, in each run, and save the records, again after each cell."""
-    options, libraries = runs[0].options, len(runs[0].libraries)
-    reserve = min(RESERVE_S, options.budget / 5)
-    budget = timing.Budget(seconds, len(options.cells) * len(runs), options.rounds, reserve=reserve)
-    for cell, run in itertools.product(options.cells, runs):
-        if drop and budget.overrun > 0:
-            run.skip(cell, "the budget was over", progress.note)
-        else:
-            target, before = budget.target_ms(libraries), time.monotonic()
-            measured, spent = run.cell(cell, target, progress.note)
-            budget.cell_done(measured, target, spent, time.monotonic() - before)
-        save(runs, path)
-        progress.step(f"{cell}, {run.what.direction}" if len(runs) > 1 else str(cell))
-    if budget.overrun > 0:
-        consequence = "cells were left out" if drop else "measurements were as short as they may be"
-        progress.note(f"the budget was too short by {budget.overrun:.0f} s; {consequence}")
-    for run in runs:
-        try:
-            run.add_kernel_names()
-        except Exception as error:  # the times stand without the names
-            progress.note(f"kernel names were not recorded: {one_line(error)}")
-    save(runs, path)
+    """Measure the cells of some runs within so many seconds, and save the records, again after each cell."""
 
+    def save():
+        records.write(path, [record for run in runs for record in run.records])
 
-def save(runs, path):
-    records.write(path, [record for run in runs for record in run.records])
+    running.measure(runs, save, seconds, progress, drop)
+    running.add_kernel_names(runs, progress.note)
+    save()

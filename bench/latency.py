@@ -6,53 +6,29 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import platform
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import nullcontext
 from pathlib import Path
 
-from . import gpu, records, table
-from .cells import Cell, inputs
-from .peers import NAMES, find, one_line
-from .progress import Progress
-from .timing import quartiles
+from numbaflash.benchmarks import gpu, records, tables
+from numbaflash.benchmarks.cells import Cell, inputs
+from numbaflash.benchmarks.peers import NAMES, find, one_line
+from numbaflash.benchmarks.progress import Progress
+from numbaflash.benchmarks.timing import host_microseconds, quartiles
 
 PROGRAM = "bench.latency"
 SMALL = Cell("float16", 1, 128, 1, 1, 128, False)
 FIRST = Cell("float16", 1, 1024, 16, 16, 128, True)
 MEMORY = tuple(Cell("float16", 1, seqlen, 16, 16, 128, True) for seqlen in (2048, 8192))
 SECTIONS = ("host", "first", "memory")
-BLOCKS, CALLS = 40, 100  # a block stays below the thousand launches that a stream queues
 PROCESS_TIMEOUT_S = 180
 YARDSTICKS = {"python": platform.python_version, "cupy": lambda: sys.modules["cupy"].__version__}
 """Versions of what `yardstick_calls` times."""
-
-
-def host_microseconds(call, synchronize, *, blocks=BLOCKS, calls=CALLS, clock=time.perf_counter) -> list[float]:
-    """Microseconds that a call keeps the host, one mean for each block of calls; the device is drained between blocks."""
-    for _ in range(calls):
-        call()
-    synchronize()
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        values = []
-        for _ in range(blocks):
-            start = clock()
-            for _ in range(calls):
-                call()
-            values.append((clock() - start) / calls * 1e6)
-            synchronize()
-    finally:
-        if collecting:
-            gc.enable()
-    return values
 
 
 def torch_calls(libraries, cell):
@@ -352,7 +328,7 @@ def main(arguments=None) -> int:
             records.write(path, run.records)
     if not run.records:
         return gpu.refuse(PROGRAM, "nothing could be measured")
-    print(table.latency_table(run.records))
+    print(tables.latency_table(run.records))
     print(f"\n{path}")
     return 0
 

@@ -1,6 +1,6 @@
 """What each option costs beside the plain kernel, and beside the peers that have it: ``python -m bench.options``.
 
-Every scenario is timed in one run, libraries in turn (`bench.timing`), our plain kernel on the same cell among them. Results are compared with
+Every scenario is timed in one run, libraries in turn, our plain kernel on the same cell among them. Results are compared with
 float64 on the last rows of the first and last head before they are timed, but for dropout, whose masks differ from library to library.
 
 FA2 is the one that torch has: windows and ALiBi are reached below ``scaled_dot_product_attention``. Its derivative there knows no ALiBi, and softcap
@@ -13,52 +13,24 @@ import argparse
 import itertools
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
+from numbaflash.benchmarks import gpu, records, timing
+from numbaflash.benchmarks.cells import DTYPES, Cell, backward_flops, forward_flops, inputs
+from numbaflash.benchmarks.optional import BLOCK, CAP, DROPPED, GLOBAL, NEAR, PREFIX, Peers, Scenario, document_ids
+from numbaflash.benchmarks.peers import OURS, OURS_PLAIN, one_line
+from numbaflash.benchmarks.progress import Progress
 from numbaflash.problem import make_problem
 
-from . import gpu, records, timing
-from .cells import DTYPES, Cell, backward_flops, forward_flops, inputs
 from .grids import choices
-from .peers import OURS, one_line
-from .progress import Progress
 
 PROGRAM, BENCH = "bench.options", "options"
 DIRECTIONS = ("forward", "backward")
 PEERS = ("cudnn", "efficient", "fa2", "fa4", "flex")
-PLAIN = f"{OURS}-plain"
 WINDOWS = (1024, 2048, 4096)
 """Keys that a query sees in the sequence of 32k."""
-CAP, DROPPED, DOCUMENTS = 30.0, 0.1, 8
-BLOCK, PREFIX, NEAR, GLOBAL = 256, 1024, 256, 64
 SAMPLED_ROWS = 64
 TOLERANCE = 0.03  # of 16-bit results of size 1, far below what a wrong mask or bias does
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """One use of the options.
-
-    Attributes
-    ----------
-    cell : Cell
-    make : callable
-        ``make(torch, cell)`` returns the options of `numbaflash.forward`.
-    peers : tuple of str
-        Those of `PEERS` that have it.
-    needs : tuple of str
-        Gradients that are computed.
-    rule : str
-        Of `RULES`: what a mask shows.
-    """
-
-    cell: Cell
-    make: Callable = lambda torch, cell: {}
-    peers: tuple[str, ...] = ()
-    needs: tuple[str, ...] = ("q", "k", "v")
-    rule: str = "documents"
 
 
 def scenarios(dtype: str, head_dim: int) -> dict[str, Scenario]:
@@ -112,15 +84,6 @@ def full_lengths(torch, cell):
     return torch.full((cell.batch,), cell.seqlen, device="cuda", dtype=torch.int32)
 
 
-RULES = {
-    "documents": lambda documents, i, j: documents[i] == documents[j],
-    "block causal": lambda documents, i, j: j // BLOCK <= i // BLOCK,
-    "prefix": lambda documents, i, j: (j <= i) | (j < PREFIX),
-    "sliding": lambda documents, i, j: (abs(i - j) <= NEAR) | (j < GLOBAL) | (i < GLOBAL),
-}
-"""What block masks of the scenarios show: of document numbers, queries and keys."""
-
-
 def block_mask(torch, cell, name):
     """The same as a `numbaflash.BlockMask`."""
     import numbaflash
@@ -133,92 +96,6 @@ def block_mask(torch, cell, name):
     if name == "prefix":
         return make.prefix_lm(cell.seqlen, prefix=PREFIX, like=documents)
     return make.sliding_global(cell.seqlen, window=(NEAR, NEAR), n_global=GLOBAL, like=documents)
-
-
-def document_ids(torch, cell):
-    return torch.arange(cell.seqlen, device="cuda") * DOCUMENTS // cell.seqlen
-
-
-class Peers:
-    """Attention of other libraries under the options of a scenario: ``peers.bind(name, scenario, options, q, k, v)``."""
-
-    def __init__(self):
-        import torch
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        self._torch, self._scope = torch, sdpa_kernel
-        self._backends = {"cudnn": SDPBackend.CUDNN_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
-        self._flex = None
-
-    def bind(self, name, scenario, options, q, k, v):
-        """A function without arguments that returns out, (batch, seqlen, heads, head_dim)."""
-        if name == "fa2" and {"window", "alibi_slopes"} & set(options):
-            return self._fa2(scenario, options, q, k, v)
-        if name in self._backends:
-            return self._sdpa(self._backends[name], scenario, options, q, k, v)
-        return (self._fa4 if name == "fa4" else self._flex_attention)(scenario, options, q, k, v)
-
-    def _sdpa(self, backend, scenario, options, q, k, v):
-        attention, scope, cell = self._torch.nn.functional.scaled_dot_product_attention, self._scope, scenario.cell
-        added = options.get("bias", options.get("mask"))
-        if added is not None:
-            added = added.expand(cell.batch, cell.heads, cell.seqlen, cell.seqlen)
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-
-        def call():
-            with scope(backend):
-                return attention(q, k, v, added, options.get("dropout", 0.0), cell.causal).transpose(1, 2)
-
-        return call
-
-    def _fa2(self, scenario, options, q, k, v):
-        attention, cell, slopes = self._torch.ops.aten._flash_attention_forward, scenario.cell, options.get("alibi_slopes")
-        if slopes is not None and q.requires_grad:
-            raise NotImplementedError("torch's derivative of FA2 knows no ALiBi")
-        left, right = options.get("window", (None, None))
-        more = {"window_size_left": left, "window_size_right": right, "alibi_slopes": slopes}
-        return lambda: attention(q, k, v, None, None, cell.seqlen, cell.seqlen, 0.0, cell.causal, False, **more)[0]
-
-    def _fa4(self, scenario, options, q, k, v):
-        from flash_attn.cute import flash_attn_func
-
-        more = {"window_size": options["window"]} if "window" in options else {}
-        more |= {"softcap": options["softcap"]} if "softcap" in options else {}
-
-        def call():
-            result = flash_attn_func(q, k, v, causal=scenario.cell.causal, **more)
-            return result[0] if isinstance(result, tuple) else result
-
-        return call
-
-    def _flex_attention(self, scenario, options, q, k, v):
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-        torch, cell = self._torch, scenario.cell
-        if self._flex is None:
-            torch._dynamo.config.recompile_limit = 100  # beyond it, FlexAttention would run uncompiled
-            self._flex = torch.compile(flex_attention, dynamic=False)
-        flex, documents = self._flex, document_ids(torch, cell)
-        slopes, bias = options.get("alibi_slopes"), options.get("bias")
-
-        def score(score, b, h, i, j):
-            if "softcap" in options:
-                score = CAP * torch.tanh(score / CAP)
-            if slopes is not None:
-                score = score - slopes[h] * (i - j)
-            return score if bias is None else score + bias[0, h, i, j]
-
-        def visible(b, h, i, j):
-            seen = RULES[scenario.rule](documents, i, j) if "mask" in options else i >= 0
-            if "window" in options:
-                seen = seen & (i - j <= options["window"][0])
-            return seen & (i >= j) if cell.causal else seen
-
-        hides = cell.causal or "mask" in options
-        block_mask = create_block_mask(visible, None, None, cell.seqlen, cell.seqlen, device="cuda") if hides else None
-        scores = score if {"softcap", "alibi_slopes", "bias"} & set(options) else None
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return lambda: flex(q, k, v, score_mod=scores, block_mask=block_mask).transpose(1, 2)
 
 
 def sampled(torch, cell, options, q, k, v):
@@ -310,8 +187,8 @@ class Run:
                 note(f"{name}, {direction}: {library} left out: {reason}")
                 self.record(name, cell, direction, library, {"ms": None, "tflops": None, "skipped": reason})
         if options and "window" not in options and OURS in calls:
-            _, calls[PLAIN] = calls_of(OURS, self.peers, Scenario(cell), {}, arrays, direction)
-            calls[PLAIN]()
+            _, calls[OURS_PLAIN] = calls_of(OURS, self.peers, Scenario(cell), {}, arrays, direction)
+            calls[OURS_PLAIN]()
         problem = problem_of(cell, options)
         flops = forward_flops(problem) if direction == "forward" else backward_flops(problem)
         for library, times in timing.measure(self.device, calls, rounds=self.options.rounds, target_ms=self.options.target).items():
@@ -345,13 +222,13 @@ def proportions(found) -> list[str]:
 def table(found) -> str:
     """Milliseconds of each scenario, the plain kernel's time over ours, and the best peer's over ours; below, whether time follows the window."""
     lines = [f"{'option':28}{'direction':10}{'numbaflash ms':>14}{'of plain':>10}{'best peer':>22}{'ratio':>8}"]
-    ours, plain = ({(r["option"], r["direction"]): r for r in found if r["library"] == name} for name in (OURS, PLAIN))
+    ours, plain = ({(r["option"], r["direction"]): r for r in found if r["library"] == name} for name in (OURS, OURS_PLAIN))
     for (option, direction), record in ours.items():
         if record["ms"] is None:
             lines.append(f"{option:28}{direction:10}{'-':>14}  {record['skipped']}")
             continue
         share = f"{plain[option, direction]['ms'] / record['ms']:.2f}" if (option, direction) in plain else "-"
-        theirs = [r for r in found if (r["option"], r["direction"]) == (option, direction) and r["library"] not in (OURS, PLAIN) and r["ms"]]
+        theirs = [r for r in found if (r["option"], r["direction"]) == (option, direction) and r["library"] not in (OURS, OURS_PLAIN) and r["ms"]]
         best = min(theirs, key=lambda r: r["ms"], default=None)
         told, ratio = (f"{best['library']} {best['ms']:.3f}", f"{best['ms'] / record['ms']:.2f}") if best else ("-", "-")
         lines.append(f"{option:28}{direction:10}{record['ms']:>14.3f}{share:>10}{told:>22}{ratio:>8}")

@@ -10,13 +10,13 @@ from collections import Counter
 from itertools import product
 from statistics import median
 
+from numbaflash.benchmarks.cells import DTYPES
+from numbaflash.benchmarks.peers import OURS, OURS_PADDED, OURS_PLAIN, OWN
+from numbaflash.benchmarks.records import CELL
+from numbaflash.benchmarks.tables import best_peer, by_cell, deterministic_ratio, ratio, spread
+
 from . import varlen
-from .cells import DTYPES
 from .counter_tables import table
-from .options import PLAIN
-from .peers import OURS, OURS_PADDED, OWN
-from .records import CELL
-from .table import best_peer, by_cell, deterministic_ratio, ratio, spread
 
 NAMES = {"cudnn": "cuDNN", "fa4": "FA4", "fa2": "FA2", "efficient": "mem-efficient", "flex": "FlexAttention", OURS_PADDED: "padded"}
 """Libraries in short, as tables name them; the rest are called what records call them."""
@@ -214,9 +214,9 @@ def _options_of(found, dim) -> str:
         row = [option]
         for direction in ("forward", "backward"):
             place = at.get((option, direction), {})
-            plain = place.get(PLAIN) or at.get(("full plain" if option.startswith("full ") else "plain", direction), {}).get(OURS)
+            plain = place.get(OURS_PLAIN) or at.get(("full plain" if option.startswith("full ") else "plain", direction), {}).get(OURS)
             comparable = plain and OURS in place and "window" not in option  # which is of another length
-            peer = min((name for name in place if name not in (*OWN, PLAIN)), key=place.get, default=None)
+            peer = min((name for name in place if name not in (*OWN, OURS_PLAIN)), key=place.get, default=None)
             row.append(f"{place[OURS]:.3f}" if OURS in place else "-")
             row.append(f"{plain / place[OURS]:.2f}" if comparable else "-")
             row.append(f"{place[peer] / place[OURS]:.2f} {label(peer)}" if peer and OURS in place else "-")

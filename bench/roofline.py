@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from . import gpu, records, timing
-from .cells import DTYPES, Cell
+from numbaflash.benchmarks import gpu, plots, records, timing
+from numbaflash.benchmarks.cells import DTYPES, Cell
+from numbaflash.benchmarks.peers import OURS
+from numbaflash.benchmarks.timing import quartiles
+
 from .counter_tables import table
-from .peers import OURS
-from .timing import quartiles
 
 PROGRAM, BENCH = "bench.roofline", "ceilings"
 COPY, PRODUCT = "copy on the device, read and written", "matrix product, bfloat16"
@@ -245,7 +246,7 @@ def plot(found, path) -> Path:
         panel.set_axisbelow(True)
         panel.spines[["top", "right"]].set_visible(False)
     above.legend(frameon=False, fontsize="small", loc="lower right", ncols=2)
-    figure.savefig(path, dpi=130)
+    plots.save(figure, path, found)
     return Path(path)
 
 

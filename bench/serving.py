@@ -11,7 +11,7 @@ import argparse
 import statistics
 import sys
 
-from . import gpu, records
+from numbaflash.benchmarks import gpu, records
 
 PROGRAM, BENCH = "bench.serving", "serving"
 BOUND = "none"

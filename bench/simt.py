@@ -18,17 +18,17 @@ from pathlib import Path
 
 import numpy as np
 
+from numbaflash.benchmarks import records, tables, timing
+from numbaflash.benchmarks.accuracy import ROWS, WRONG
+from numbaflash.benchmarks.cells import Cell, backward_flops, grid
+from numbaflash.benchmarks.gpu import refuse
+from numbaflash.benchmarks.peers import Dense, one_line
+from numbaflash.benchmarks.progress import Progress, colour_wanted
 from numbaflash.dispatch import BackwardLayouts, Layout, Layouts
 from numbaflash.testing import accuracy as rule
 
-from . import records, table, timing
-from .accuracy import ROWS, WRONG
-from .cells import Cell, backward_flops, grid
 from .cpu import DIRECTIONS
-from .gpu import refuse
 from .latency import CupyMemory, dense_cupy
-from .peers import Dense, one_line
-from .progress import Progress, colour_wanted
 
 PROGRAM = "bench.simt"
 MASKS = {"full": False, "causal": True}
@@ -144,8 +144,8 @@ class Forward:
         if options.tiles:
             tiles = tuning.fitting_tiles("float32", cell.head_dim, cell.head_dim, _shared_limit())
             named = {f"{t.warps}w{t.lanes_m}x{32 // t.lanes_m}:{t.rows}x{t.columns}": functools.partial(self.of_tile, t) for t in tiles}
-            return {table.OURS: self.ours} | named
-        return {table.OURS: self.ours, "dense": self.dense}
+            return {tables.OURS: self.ours} | named
+        return {tables.OURS: self.ours, "dense": self.dense}
 
     @staticmethod
     def ours(cell, q, k, v):
@@ -228,8 +228,8 @@ class Backward:
 
         if options.tiles:
             tiles = tuning.fitting_tiles("float32", cell.head_dim, cell.head_dim, _shared_limit())
-            return {table.OURS: self.ours} | {f"{t.warps}w:{t.q_tile}x{t.kv_tile}": functools.partial(self.of_tile, t) for t in tiles}
-        named = {table.OURS: self.ours, "dense": self.dense}
+            return {tables.OURS: self.ours} | {f"{t.warps}w:{t.q_tile}x{t.kv_tile}": functools.partial(self.of_tile, t) for t in tiles}
+        named = {tables.OURS: self.ours, "dense": self.dense}
         return named | {"deterministic": functools.partial(self.ours, deterministic=True)} if options.deterministic else named
 
     @staticmethod
@@ -425,18 +425,18 @@ def main(arguments=None) -> int:
         return 130
     finally:
         progress.close()
-    print(table.cell_table(run.records, colour=colour_wanted()))
+    print(tables.cell_table(run.records, colour=colour_wanted()))
     print("\n" + memory_table(run.records))
     print(f"\n{path}")
-    return int(any(r["ms"] is None for r in run.records if r["library"] == table.OURS))
+    return int(any(r["ms"] is None for r in run.records if r["library"] == tables.OURS))
 
 
 def memory_table(recs) -> str:
     """Peak memory of each call, what it returns and what the forward has kept for it included."""
     lines = ["peak memory of a call, what it returns and what the forward has kept for it included (MiB)"]
-    for cell, place in table.by_cell(recs).items():
+    for cell, place in tables.by_cell(recs).items():
         shown = ", ".join(f"{name} {(record['peak_bytes'] + record['kept_bytes']) / 2**20:.0f}" for name, record in place.items())
-        lines.append(f"  {table.name_of(cell)}: {shown}")
+        lines.append(f"  {tables.name_of(cell)}: {shown}")
     return "\n".join(lines)
 
 

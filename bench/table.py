@@ -1,4 +1,4 @@
-"""Tables from saved results: ``python -m bench.table FILE...`` and ``python -m bench.table compare A B``.
+"""Tables from saved results: ``python -m bench.table FILE...``. ``numbaflash bench compare A B`` tells two runs apart.
 
 A ratio is the best peer's time over numbaflash's, within one run: above 1, numbaflash is faster.
 """
@@ -9,246 +9,30 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from statistics import median
 
-from . import counter_tables, records
-from .cells import DTYPES
-from .peers import OURS, OURS_DETERMINISTIC, OURS_PADDED, OWN
-from .progress import colour_wanted
+from numbaflash.benchmarks import records
+from numbaflash.benchmarks.progress import colour_wanted
+from numbaflash.benchmarks.tables import METRICS, tables
 
-BASELINE = "dense"
-COLUMNS = {OURS_DETERMINISTIC: "deterministic", OURS_PADDED: "padded"}
-METRICS = {"tflops": "TFLOP/s", "ms": "ms"}
-GREEN, YELLOW, RED, RESET = "\033[32m", "\033[33m", "\033[31m", "\033[0m"
-SHORT = {long: short for short, long in DTYPES.items()}
+from . import counter_tables
 
 
-def by_cell(recs) -> dict[tuple, dict[str, dict]]:
-    """Records with a time, as {cell: {library: record}}; of several for one place, the last one counts."""
-    cells = {}
-    for record in recs:
-        place = cells.setdefault(tuple(record[name] for name in records.CELL), {})
-        if record["ms"] is not None:
-            place[record["library"]] = record
-        else:
-            place.pop(record["library"], None)
-    return cells
-
-
-def best_peer(place) -> str | None:
-    """The fastest library of a cell that is not numbaflash; dense attention counts too."""
-    return min((name for name in place if name not in OWN), key=lambda name: place[name]["ms"], default=None)
-
-
-def ratio(place) -> float | None:
-    """Best peer's time over numbaflash's; None where either is missing."""
-    peer = best_peer(place)
-    return place[peer]["ms"] / place[OURS]["ms"] if peer and OURS in place else None
-
-
-def deterministic_ratio(place) -> float | None:
-    """numbaflash's time over that of its deterministic gradients; None where either is missing."""
-    return place[OURS]["ms"] / place[OURS_DETERMINISTIC]["ms"] if OURS in place and OURS_DETERMINISTIC in place else None
-
-
-def spread(place) -> float | None:
-    """Half the interquartile range of numbaflash's time, relative to the median; None where it was not saved."""
-    mine = place.get(OURS)
-    return (mine["ms_q3"] - mine["ms_q1"]) / 2 / mine["ms"] if mine and "ms_q1" in mine else None
-
-
-def cell_table(recs, *, metric="tflops", markdown=False, colour=False) -> str:
-    """One line a cell: every library, the ratio to the best peer, and the spread of numbaflash's time.
-
-    Where deterministic gradients were measured, a column "det" has numbaflash's time over theirs.
-
-    Parameters
-    ----------
-    recs : list of dict
-        Records of one direction, usually of one run.
-    metric : str
-        "tflops" or "ms".
-    markdown : bool
-    colour : bool
-        Colour the ratio: green from 1.00, yellow from 0.93, red below.
-    """
-    if metric not in METRICS:
-        raise ValueError(f"metric must be one of {', '.join(METRICS)}; got {metric!r}")
-    cells = by_cell(recs)
-    libraries = list(dict.fromkeys(record["library"] for record in recs))
-    libraries.sort(key=lambda name: (name != OURS, name not in OWN, name == BASELINE))
-    more = ["det"] if OURS_DETERMINISTIC in libraries else []
-    head = ["D", "mask", "seqlen", *(COLUMNS.get(name, name) for name in libraries), *more, "ratio", "+-%"]
-    lines, section = [], None
-    for cell in sorted(cells, key=_order):
-        values, place = dict(zip(records.CELL, cell, strict=True)), cells[cell]
-        title = f"{SHORT.get(values['dtype'], values['dtype'])}, {_heads(values)}, {METRICS[metric]}"
-        if title != section:
-            section = title
-            lines += _heading(title, head, markdown)
-        mark = best_peer(place)
-        numbers = [(_number(place[name][metric], metric) + "*" * (name == mark)) if name in place else "-" for name in libraries]
-        wobble = spread(place)
-        row = [_dims(values), _mask(values), _lengths(values), *numbers, *[_ratio(deterministic_ratio(place)) for _ in more]]
-        row += [_ratio(ratio(place)), "-" if wobble is None else f"{100 * wobble:.1f}"]
-        lines.append(_line(row, head, markdown, ratio(place) if colour else None))
-    return "\n".join(lines)
-
-
-def _order(cell):
-    values = dict(zip(records.CELL, cell, strict=True))
-    return values["dtype"], -values["kv_heads"] / max(1, values["heads"]), values["head_dim"], str(values["causal"]), values["seqlen_q"], cell
-
-
-def _heads(values):
-    return "equal heads" if values["heads"] == values["kv_heads"] else f"{values['heads']}/{values['kv_heads']} heads"
-
-
-def _dims(values):
-    d, dv = values["head_dim"], values["head_dim_v"]
-    return str(d) if d == dv else f"{d}/{dv}"
-
-
-def _mask(values):
-    return {True: "causal", False: "full"}.get(values["causal"], str(values["causal"]))
-
-
-def _lengths(values):
-    q, k = values["seqlen_q"], values["seqlen_k"]
-    return str(q) if q == k else f"{q}/{k}"
-
-
-def _number(value, metric):
-    if value is None:
-        return "-"
-    return f"{value:.0f}" if metric == "tflops" and value >= 99.5 else f"{value:.3g}"
-
-
-def _ratio(value):
-    return "-" if value is None else f"{value:.2f}"
-
-
-def _heading(title, head, markdown):
-    if markdown:
-        return ["", f"**{title}**", "", "| " + " | ".join(head) + " |", "|" + "--:|" * len(head)]
-    return ["", title, _line(head, head, False, None)]
-
-
-def _line(row, head, markdown, shade):
-    if markdown:
-        return "| " + " | ".join(row) + " |"
-    cells = [text.rjust(max(len(name), 6)) for text, name in zip(row, head, strict=True)]
-    if shade is not None:
-        cells[-2] = (GREEN if shade >= 1 else YELLOW if shade >= 0.93 else RED) + cells[-2] + RESET
-    return " ".join(cells)
-
-
-def summary(recs, *, bar=1.0, listed=8) -> str:
-    """How many cells reach the bar, the least and the middle ratio, and the cells below the bar, worst first."""
-    ratios = _ratios(recs)
-    if ratios:
-        reached = sum(r >= bar for r in ratios.values())
-        least, middle = min(ratios.values()), median(ratios.values())
-        lines = [f"{reached} of {len(ratios)} cells at {bar:.2f} x the best peer or above; least {least:.2f}, median {middle:.2f}"]
-    else:
-        lines = ["no cell has both numbaflash and a peer"]
-    below = sorted((r, cell) for cell, r in ratios.items() if r < bar)
-    lines += [f"  {r:.2f}  {name_of(cell)}" for r, cell in below[:listed]]
-    if len(below) > listed:
-        lines.append(f"  and {len(below) - listed} more")
-    slower = {cell: r for cell, place in by_cell(recs).items() if (r := deterministic_ratio(place)) is not None}
-    if slower:
-        worst = min(slower, key=slower.get)
-        lines.append(f"deterministic: {slower[worst]:.2f} x the speed of the other at least ({name_of(worst)}), median {median(slower.values()):.2f}")
-    return "\n".join(lines)
-
-
-def name_of(cell) -> str:
-    """A cell as a phrase."""
-    values = dict(zip(records.CELL, cell, strict=True))
-    dtype = SHORT.get(values["dtype"], values["dtype"])
-    heads = f"{values['heads']}/{values['kv_heads']} heads"
-    return f"{dtype} D{_dims(values)} {_mask(values)} {heads} {values['batch']}x{_lengths(values)}"
-
-
-def compare(before, after, *, markdown=False, colour=False) -> str:
-    """Ratio to the best peer in two runs, for every cell that both have.
-
-    Times of different runs are not compared: a card's clock drifts more than kernels differ. Where a run has no peer in a
-    cell, there is no ratio and the cell is left out.
-
-    Raises
-    ------
-    ValueError
-        When the two share no cell with a ratio.
-    """
-    parts = []
-    for direction in dict.fromkeys(r["direction"] for r in before):
-        ratios = [_ratios(r for r in recs if r["direction"] == direction and not r.get("quantity")) for recs in (before, after)]
-        if ratios[0].keys() & ratios[1].keys():
-            parts.append((direction, _changes(*ratios, markdown, colour)))
-    if not parts:
-        raise ValueError("the two results share no cell that has numbaflash and a peer in both")
-    return "\n\n".join(f"# {direction}\n{text}" if len(parts) > 1 else text for direction, text in parts)
-
-
-def _ratios(recs):
-    return {cell: r for cell, place in by_cell(recs).items() if (r := ratio(place)) is not None}
-
-
-def _changes(old, new, markdown, colour):
-    shared = sorted(old.keys() & new.keys(), key=_order)
-    changes = [new[cell] / old[cell] for cell in shared]
-    width = max(len(name_of(cell)) for cell in shared)
-    lines = ["| cell | before | after | change |", "|---|--:|--:|--:|"] if markdown else [f"{'cell':{width}} before  after change"]
-    for cell, change in zip(shared, changes, strict=True):
-        percent = f"{100 * (change - 1):+.1f}%"
-        if markdown:
-            lines.append(f"| {name_of(cell)} | {old[cell]:.2f} | {new[cell]:.2f} | {percent} |")
-            continue
-        percent = percent.rjust(7)
-        if colour and abs(change - 1) >= 0.02:
-            percent = (GREEN if change > 1 else RED) + percent + RESET
-        lines.append(f"{name_of(cell):{width}} {old[cell]:6.2f} {new[cell]:6.2f} {percent}")
-    lines.append(f"{len(shared)} cells; change of the ratio: least {100 * (min(changes) - 1):+.1f}%, median {100 * (median(changes) - 1):+.1f}%")
-    return "\n".join(lines)
-
-
-def latency_table(recs, *, markdown=False) -> str:
-    """Records of `bench.latency`, and the like of `bench.training`: one line a quantity."""
-    head = ["quantity", "library", "case", "median", "q1", "q3", "unit"]
-    rows = [
-        [r["quantity"], r["library"], r["case"], *(f"{r[key]:.4g}" for key in ("value", "q1", "q3")), r["unit"]]
-        for r in recs
-        if r.get("quantity") and not r.get("skipped")
-    ]
-    if markdown:
-        return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * 3 + ["--:"] * 3 + ["---"], *rows])
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    return "\n".join(
-        " ".join(text.rjust(w) if 3 <= i <= 5 else text.ljust(w) for i, (text, w) in enumerate(zip(row, widths, strict=True))).rstrip()
-        for row in [head, *rows]
-    )
+def text_of(recs, **options) -> str:
+    """`numbaflash.benchmarks.tables.tables` of what was timed, then counters."""
+    counted = [r for r in recs if r["bench"] == counter_tables.BENCH]
+    timed = [r for r in recs if r["bench"] != counter_tables.BENCH]
+    return "\n\n".join([tables(timed, **options)] * bool(timed) + [counter_tables.text_of(counted)] * bool(counted))
 
 
 def main(arguments=None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
-    comparing = arguments[:1] == ["compare"]
-    parser = argparse.ArgumentParser(prog="python -m bench.table" + " compare" * comparing, description=__doc__.split("\n\n")[1])
-    if comparing:
-        parser.add_argument("before", type=Path, help="results of the earlier run (.jsonl)")
-        parser.add_argument("after", type=Path, help="results of the later run (.jsonl)")
-    else:
-        parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help='results (.jsonl), or "compare A B"')
-        parser.add_argument("--metric", choices=METRICS, default="tflops")
+    parser = argparse.ArgumentParser(prog="python -m bench.table", description=__doc__.split("\n\n")[1])
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="results (.jsonl)")
+    parser.add_argument("--metric", choices=METRICS, default="tflops")
     parser.add_argument("--markdown", action="store_true", help="as a Markdown table")
-    options = parser.parse_args(arguments[1:] if comparing else arguments)
+    options = parser.parse_args(arguments)
     colour = colour_wanted() and not options.markdown
     try:
-        if comparing:
-            text = compare(records.read(options.before), records.read(options.after), markdown=options.markdown, colour=colour)
-        else:
-            text = tables(records.read(*options.files), metric=options.metric, markdown=options.markdown, colour=colour)
+        text = text_of(records.read(*options.files), metric=options.metric, markdown=options.markdown, colour=colour)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     try:
@@ -256,22 +40,6 @@ def main(arguments=None) -> int:
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
-
-
-def tables(recs, *, metric="tflops", markdown=False, colour=False) -> str:
-    """What there is to show of some records: the cells of each direction and their summary, then other quantities, then counters."""
-    counted = [r for r in recs if r["bench"] == counter_tables.BENCH]
-    recs = [r for r in recs if r["bench"] != counter_tables.BENCH]
-    timed = [r for r in recs if not r.get("quantity")]
-    directions, parts = list(dict.fromkeys(r["direction"] for r in timed)), []
-    for direction in directions:
-        part = [r for r in timed if r["direction"] == direction]
-        parts += [f"# {direction}"] * (len(directions) > 1) + [cell_table(part, metric=metric, markdown=markdown, colour=colour), summary(part)]
-    if len(timed) < len(recs):
-        parts.append(latency_table(recs, markdown=markdown))
-    if counted:
-        parts.append(counter_tables.text_of(counted))
-    return "\n\n".join(parts)
 
 
 if __name__ == "__main__":

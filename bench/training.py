@@ -12,11 +12,12 @@ from __future__ import annotations
 import argparse
 import sys
 
+from numbaflash.benchmarks.cells import Cell, inputs
+from numbaflash.benchmarks.passes import Training
+from numbaflash.benchmarks.peers import OURS, OWN
+
 from . import grids
-from .cells import Cell, inputs
 from .latency import SMALL, Quantities, TorchMemory, host_microseconds
-from .passes import Training
-from .peers import OURS, OWN
 
 PROGRAM = "bench.training"
 SECTIONS = ("time", "memory", "host")

@@ -12,12 +12,14 @@ import random
 import sys
 from itertools import product
 
-from . import grids, records
-from .cells import DTYPES, PackedCell, heads_of
-from .packed import BESIDE
-from .passes import PackedBackward, PackedForward
-from .peers import OURS, OURS_PADDED, Numbaflash
-from .table import SHORT
+from numbaflash.benchmarks import records, running
+from numbaflash.benchmarks.cells import DTYPES, PackedCell, heads_of
+from numbaflash.benchmarks.packed import BESIDE
+from numbaflash.benchmarks.passes import PackedBackward, PackedForward
+from numbaflash.benchmarks.peers import OURS, OURS_PADDED, Numbaflash
+from numbaflash.benchmarks.tables import SHORT
+
+from . import grids
 
 PROGRAM = "bench.varlen"
 TOKENS, SEED = 65536, 1
@@ -45,17 +47,17 @@ LENGTHS = {
 """Scenarios: lengths from 64 to 4096; all of 2k; one of 32k amid many of 128, last, as checking it takes longest."""
 
 
-class Run(grids.Run):
+class Run(running.Run):
     """A run in which the plain kernel takes turns with the libraries, so that it tells what is ideal."""
 
     def __init__(self, what, options, libraries, common, device, built=()):
         super().__init__(what, options, libraries, common, device, built)
-        self.plain = grids.Run(what.plain, options, {OURS: Numbaflash()}, common, device, built)
+        self.plain = running.Run(what.plain, options, {OURS: Numbaflash()}, common, device, built)
 
     @staticmethod
     def tasks(what, cells, libraries):
         yardsticks = dict.fromkeys(map(plain_cell, cells))
-        return grids.Run.tasks(what, cells, libraries) + grids.Run.tasks(what.plain, yardsticks, [OURS])
+        return running.Run.tasks(what, cells, libraries) + running.Run.tasks(what.plain, yardsticks, [OURS])
 
     def admit(self, cell, note):
         admitted = super().admit(cell, note)
@@ -173,7 +175,7 @@ def report(runs, path, seconds) -> int:
     found = [record for run in runs for record in run.records]
     print(table(found))
     print(f"\n{seconds:.0f} s; {path}")
-    return grids.verdict([record for record in found if record["library"] == OURS])
+    return running.verdict([record for record in found if record["library"] == OURS])
 
 
 def main(arguments=None) -> int:

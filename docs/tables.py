@@ -1,6 +1,6 @@
-"""Writes the tables of the README and the documentation anew: ``python docs/tables.py``.
+"""Writes the tables of the README and the documentation anew, and draws the pictures of measurements: ``python docs/tables.py``.
 
-Those of support come from the code, those of measurements from the result files that a page names.
+Those of support come from the code, those of budgets from the kernels' configurations, those of measurements from the result files that a page names.
 """
 
 from __future__ import annotations
@@ -15,20 +15,39 @@ from numbaflash.support import features_markdown, markdown
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
+if str(ROOT / "docs") not in sys.path:
+    sys.path.append(str(ROOT / "docs"))
 
-from bench import counter_tables, published, records, roofline  # noqa: E402
+import budgets  # noqa: E402
 
-NAMES = ("start", "profiling", "performance", "performance-cpu", "performance-roofline")
+from bench import counter_tables, published, roofline  # noqa: E402
+from numbaflash.benchmarks import plots, records  # noqa: E402
+
+KERNELS = ("kernels-cpu", "kernels-simt", "kernels-sm90", "kernels-sm90-backward", "kernels-sm90-decode")
+NAMES = ("start", "profiling", "performance", "performance-cpu", "performance-roofline", *KERNELS)
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES)]
-MARK = r"<!-- numbaflash (?P<name>[\w ]+?)(?:: (?P<files>[\w -]+))? -->"
+MARK = r"<!-- numbaflash (?P<name>[\w -]+?)(?:: (?P<files>[\w -]+))? -->"
 
-SUPPORT = {"support": markdown, "options": features_markdown, "caches": partial(markdown, "decode")}
+OF_CODE = {
+    **{"support": markdown, "options": features_markdown, "caches": partial(markdown, "decode")},
+    **{f"budget {name}": make for name, make in budgets.TABLES.items()},
+}
 MEASURED = {
     **{f"counters {name}": make for name, make in counter_tables.TABLES.items()},
     **{f"roofline {name}": make for name, make in roofline.TABLES.items()},
     **{f"measured {name}": make for name, make in published.TABLES.items()},
 }
-TABLES = {*SUPPORT, *MEASURED, "sources"}
+TABLES = {*OF_CODE, *MEASURED, "sources"}
+
+
+BACKWARD = ("2026-11-30-h200-backward", "2026-11-30-h200-backward-fp16-mha", "2026-11-30-h200-backward-bf16-32-8")
+DECODE = ("2026-12-01-h200-decode", "2026-12-01-h200-decode-mha-mqa")
+PICTURES = {
+    "2026-11-30-h200-forward": (plots.plot, ("2026-11-30-h200-forward",)),
+    "2026-11-30-h200-backward": (plots.plot, BACKWARD),
+    "2026-12-01-h200-roofline.png": (roofline.plot, ("2026-11-30-h200-forward", *BACKWARD, *DECODE, "2026-11-29-h200-ceilings")),
+}
+"""What draws the pictures in bench/results, and of which files; a name without an ending is that of several pictures."""
 
 
 def named(text: str) -> list[str]:
@@ -43,8 +62,8 @@ def results(files) -> dict[str, list[dict]]:
 
 def made(name: str, files: str | None, text: str) -> str:
     """A table, from the results that its mark names, or else from those of the whole page."""
-    if name in SUPPORT:
-        return SUPPORT[name]()
+    if name in OF_CODE:
+        return OF_CODE[name]()
     found = results(files.split() if files else named(text))
     return published.sources(found) if name == "sources" else MEASURED[name]([r for some in found.values() for r in some])
 
@@ -58,6 +77,13 @@ def written(text: str) -> str:
     return re.sub(rf"(?P<mark>{MARK})\n.*?<!-- end -->", table, text, flags=re.S)
 
 
+def drawn_of(files) -> list[dict]:
+    """Records of which a picture is drawn."""
+    return [record for found in results(files).values() for record in found]
+
+
 if __name__ == "__main__":
     for page in PAGES:
         page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")
+    for name, (draw, files) in PICTURES.items():
+        draw(drawn_of(files), records.RESULTS / name)

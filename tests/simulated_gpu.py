@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from bench import cells, peers  # noqa: E402
+from numbaflash.benchmarks import cells, peers  # noqa: E402
 
 
 class Event:
@@ -34,7 +34,7 @@ class Event:
 class SimulatedDevice:
     """A host and a device with a clock each, in milliseconds."""
 
-    l2_bytes = 1000
+    kind, method, l2_bytes = "cuda", "simulated", 1000
 
     def __init__(self):
         self.host = self.busy_until = 0.0
@@ -58,7 +58,7 @@ class SimulatedDevice:
 
         return run
 
-    def inputs(self, cell, operands=("q", "k", "v")):
+    def inputs(self, cell, operands=("q", "k", "v"), number=0):
         pytest.importorskip("torch")
         return cells.inputs(cell, operands=operands, device="cpu")
 

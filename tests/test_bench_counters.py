@@ -15,8 +15,9 @@ import pytest
 pytest.importorskip("torch", reason="the benchmark holds its arrays in PyTorch")
 import simulated_gpu  # noqa: E402, F401  (finds bench)
 
-from bench import counter_tables, counters, ncu, records, table  # noqa: E402
+from bench import counter_tables, counters, ncu, table  # noqa: E402
 from numbaflash import dispatch, support  # noqa: E402
+from numbaflash.benchmarks import records  # noqa: E402
 
 PRINTED = Path(__file__).parent / "ncu"
 FORWARD, DECODE = (counters.CASES[name] for name in ("forward-d128-causal", "decode-64-of-8k"))
@@ -197,7 +198,7 @@ def test_records_of_what_was_printed_before(tmp_path, capsys):
     assert path.name == "2026-12-01-h200-counters.jsonl"
     assert (record["source"], record["date"], record["commit"], record["driver"]) == ("a test", "2026-12-01", None, None)
     assert counter_tables.text_of([record]) in capsys.readouterr().out
-    assert table.tables([record]) == counter_tables.text_of([record])
+    assert table.text_of([record]) == counter_tables.text_of([record])
 
 
 @pytest.mark.parametrize(

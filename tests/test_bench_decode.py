@@ -6,15 +6,16 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the benchmark holds its arrays in PyTorch")
 
-from bench import decode, records  # noqa: E402
+from bench import decode  # noqa: E402
+from numbaflash.benchmarks import decoding, records  # noqa: E402
 
-SMALL = decode.DecodeCell("small", (40, 7, 64), 8, 2, 16, 0)
+SMALL = decoding.DecodeCell("small", (40, 7, 64), 8, 2, 16, 0)
 
 
 def test_cells_count_what_is_attended_to():
-    cell = decode.DecodeCell("x", (10, 17), 32, 8, 128, 16)
+    cell = decoding.DecodeCell("x", (10, 17), 32, 8, 128, 16)
     assert cell.bytes == 27 * 8 * 128 * 4 and cell.pages == 3 and cell.capacity == 32 and cell.cache_bytes == 48 * 8 * 128 * 4
-    assert not cell.equal and decode.DecodeCell("x", (5, 5), 1, 1, 8, 0).equal
+    assert not cell.equal and decoding.DecodeCell("x", (5, 5), 1, 1, 8, 0).equal
     mixed, equal = decode.LENGTHS["64 mixed"], decode.LENGTHS["64 mixed equal"]
     assert len(mixed) == len(equal) == 64 and min(mixed) >= 128 and max(mixed) <= 32768 and 0 <= sum(mixed) - sum(equal) < 64
 
@@ -22,12 +23,12 @@ def test_cells_count_what_is_attended_to():
 @pytest.mark.parametrize("page_size", [0, 1, 16])
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_libraries_that_are_right_are_admitted_and_others_named(page_size, tokens):
-    cell = decode.DecodeCell("small", (40, 7, 64), 8, 2, 16, page_size, tokens)
-    inputs, said = decode.Inputs(torch, cell, 2**14, "cpu"), {}
+    cell = decoding.DecodeCell("small", (40, 7, 64), 8, 2, 16, page_size, tokens)
+    inputs, said = decoding.Inputs(torch, cell, 2**14, "cpu"), {}
     assert len(inputs.caches) > 1, "past the cache"
 
     def planted(torch, cell, inputs):
-        ours = decode.bind_numbaflash(torch, cell, inputs)
+        ours = decoding.bind_numbaflash(torch, cell, inputs)
 
         def call(k, v):
             out = ours(k, v).clone()
@@ -39,8 +40,8 @@ def test_libraries_that_are_right_are_admitted_and_others_named(page_size, token
     def broken(torch, cell, inputs):
         raise RuntimeError("no such kernel")
 
-    bind = decode.BIND | {"fa4": planted, "cudnn": broken}
-    calls = decode.admit(torch, cell, inputs, ["numbaflash", "fa4", "cudnn", "efficient"], said.__setitem__, bind)
+    bind = decoding.BIND | {"fa4": planted, "cudnn": broken}
+    calls = decoding.admit(torch, cell, inputs, ["numbaflash", "fa4", "cudnn", "efficient"], said.__setitem__, bind)
     assert "numbaflash" in calls and "fa4" not in calls and "cudnn" not in calls
     assert said["fa4"].startswith("wrong result: ") and said["fa4"].endswith("of sequence 2") and said["cudnn"] == "RuntimeError: no such kernel"
     if page_size:
@@ -50,9 +51,9 @@ def test_libraries_that_are_right_are_admitted_and_others_named(page_size, token
 
 def test_wrong_results_of_many_keys_are_refused():
     """Their elements are all small: of 32k keys none is above 0.03, so that no fixed tolerance tells them from zeros."""
-    cell = decode.DecodeCell("long", (32768,), 2, 1, 64, 0)
-    inputs = decode.Inputs(torch, cell, 1, "cpu")
-    sample, (k, v) = decode.Sample(cell, inputs), inputs.gathered(0, 32768)
+    cell = decoding.DecodeCell("long", (32768,), 2, 1, 64, 0)
+    inputs = decoding.Inputs(torch, cell, 1, "cpu")
+    sample, (k, v) = decoding.Sample(cell, inputs), inputs.gathered(0, 32768)
     weights = torch.einsum("hd,kd->hk", inputs.q[0, 0].double(), k[:, 0].double()) / 8
 
     def attended(weights, v=v):
@@ -67,7 +68,7 @@ def test_wrong_results_of_many_keys_are_refused():
 
 
 def record(lengths, library, ms, page=0, **more):
-    cell = decode.DecodeCell(lengths, decode.LENGTHS[lengths], 32, 8, 128, page)
+    cell = decoding.DecodeCell(lengths, decode.LENGTHS[lengths], 32, 8, 128, page)
     timed = {"ms": ms, "bytes": cell.bytes, "tb_per_s": cell.bytes / ms / 1e9, "share_of_copy": cell.bytes / ms / 1e9 / 4.28}
     return records.check(decode.record_of(cell, library, {"gpu": "none", "torch": "0"}, **timed | more))
 
@@ -86,7 +87,7 @@ def test_the_table_and_the_bars():
 
 
 def test_cells_that_are_left_out_say_why():
-    cell = decode.DecodeCell("one of 1k", (1024,), 32, 8, 128, 0)
+    cell = decoding.DecodeCell("one of 1k", (1024,), 32, 8, 128, 0)
     found = [records.check(decode.record_of(cell, "numbaflash", {"gpu": "none"}, skipped="the time of the run was over"))]
     assert "the time of the run was over" in decode.table(found)
 

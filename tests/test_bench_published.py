@@ -7,7 +7,8 @@ import pytest
 pytest.importorskip("torch", reason="the benchmarks hold their arrays in PyTorch")
 import simulated_gpu  # noqa: E402, F401  (finds bench)
 
-from bench import cells, published, records  # noqa: E402
+from bench import published  # noqa: E402
+from numbaflash.benchmarks import cells, records  # noqa: E402
 
 RUN = {"version": "1", "gpu": "NVIDIA H200", "driver": "580", "date": "2026-01-02T03:04:05", "commit": "abcdef1"}
 

@@ -7,7 +7,8 @@ import pytest
 pytest.importorskip("torch", reason="the benchmarks hold their arrays in PyTorch")
 import simulated_gpu  # noqa: E402, F401  (finds bench)
 
-from bench import cells, decode, records, roofline  # noqa: E402
+from bench import decode, roofline  # noqa: E402
+from numbaflash.benchmarks import cells, records  # noqa: E402
 
 GPU = {"gpu": "NVIDIA H200", "version": "1", "date": "2026-01-02"}
 

@@ -211,40 +211,16 @@ def test_workspace_formulas(family, dtype, dims, deterministic):
         assert plan.workspace_bytes == expected
 
 
-BUDGETED = (  # head dims, tokens of groups of 4 heads, page size
-    ((64, 64), 1, 0),
-    ((64, 64), 1, 16),
-    ((128, 128), 1, 0),
-    ((192, 128), 1, 0),
-    ((256, 256), 1, 0),
-    ((128, 128), 8, 0),
-    ((128, 128), 16, 0),
-    ((128, 128), 32, 0),
-    ((256, 256), 16, 0),
-    ((576, 512), 4, 0),
-)
+def test_pictures_of_measurements_are_drawn_of_the_results():
+    from numbaflash.benchmarks import plots, records
 
-
-def decode_budget():
-    """The rows of the table of docs/kernels-sm90-decode.md."""
-    from numbaflash.kernels.sm90.decoding.config import SharedMemory, decode_config
-    from numbaflash.problem import make_decode_problem
-
-    for dims, tokens, page_size in BUDGETED:
-        rows = (99, page_size) if page_size else (8, 1000)
-        paging = {"page_table": ((8, 9), "int32")} if page_size else {}
-        shapes = ((8, tokens, 8, dims[0]), (*rows, 2, dims[0]), (*rows, 2, dims[1]))
-        config = decode_config(make_decode_problem(*shapes, ("bfloat16",) * 3, seqlens_k=((8,), "int32"), **paging))
-        registers = f"{config.warp_columns // 2} + {config.keys // 2} + {'shared' if config.shared_q else config.depth // 4}"
-        name = ", ".join(map(str, dict.fromkeys(dims))) + (", pages" if page_size else "")
-        sizes = tokens * 4, config.division, config.warps, config.blocks, config.keys, config.stages
-        yield " | ".join(["| " + name, *map(str, sizes), registers, f"{SharedMemory.of(config).total / 1024:.0f} KiB |"])
-
-
-def test_the_budget_of_decoding_is_what_is_configured():
-    page = (ROOT / "docs" / "kernels-sm90-decode.md").read_text(encoding="utf-8")
-    table = re.search(r"<!-- decode budget -->\n.*\n.*\n((?:\|.*\n)+)<!-- end -->", page)
-    assert table is not None and table[1].splitlines() == list(decode_budget())
+    pytest.importorskip("PIL")
+    made, found = tables(), {path.name: plots.source_of(path) for path in records.RESULTS.glob("*.png")}
+    for name, (_, files) in made.PICTURES.items():
+        source, stem = records.digest(made.drawn_of(files)), name.removesuffix(".png")
+        mine = [picture for picture in found if picture.startswith(stem)]
+        assert mine and all(found.pop(picture) == source for picture in mine), "run: python docs/tables.py"
+    assert not found, "of these pictures nothing is known"
 
 
 def test_links_between_pages():

@@ -1,11 +1,12 @@
 """Draws the figures of the README and the documentation: ``python docs/figures/draw.py`` writes every SVG beside this file.
 
-Numbers and masks in the figures are computed, the masks by numbaflash's own reference.
+Numbers and masks in the figures are computed, the masks by numbaflash's own reference, the budgets of kernels from their configurations.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,12 @@ from numbaflash import BlockMask, reference
 from numbaflash.plotting import _picture
 from numbaflash.problem import make_packed_problem, make_problem
 from numbaflash.reference import visible
+
+DOCS = str(Path(__file__).resolve().parent.parent)
+if DOCS not in sys.path:
+    sys.path.append(DOCS)
+
+import budgets  # noqa: E402
 
 INK, SOFT, LINE = "#1b2430", "#5b6775", "#c3cad3"
 SKIPPED, BORDER, INSIDE, PLAIN = "#f0f2f5", "#f2b266", "#5b9bd5", "#dfe7f1"
@@ -483,8 +490,158 @@ def pages() -> Svg:
     return svg
 
 
+PART_COLORS = {
+    **{"Q": Q_COLOR, "K": K_COLOR, "V": V_COLOR, "O": INSIDE, "S": BORDER, "P": "#f8dcb4", "P, dS": "#f8dcb4", "dS": "#e39a6f", "dP": "#c3a5dd"},
+    **{"dO": "#a9bfe3", "dQ": "#4f9a70", "dK": "#b5719c", "dV": "#b89d3c", "Q^T": "#c4e3d0", "dO^T": "#d0dcf0", "m, l": "#b9c3cf"},
+    **{"sums": INSIDE, "loaded": Q_COLOR, "broadcast": K_COLOR},
+}
+"""Of what lies in memory and registers; all else is pale."""
+
+BAR = 28
+
+
+def _kind(name):
+    """Of a part: its name without the number of whose it is."""
+    return name.rstrip("0123456789 ")
+
+
+def _parts(svg, x, y, height, parts, scale):
+    """Parts side by side, their names where there is room; returns where they end."""
+    for part in parts:
+        width = part.size * scale
+        svg.rect(x, y, width, height, PART_COLORS.get(_kind(part.name), SKIPPED), LINE if width > 4 else "none", 0.7, 0)
+        size = min(12, height - 3)
+        if part.name != "rest" and width > 0.62 * size * len(part.name) + 3:
+            svg.text(x + width / 2, y + height / 2 + 0.35 * size, part.name, size, INK, "middle")
+        x += width
+    return x
+
+
+def _role(svg, x, y, role, scale):
+    """The registers of a role's warps: what is kept, and beneath each other what takes turns; returns where they end."""
+    width, scale = 32 * role.warps * role.registers * scale, 32 * role.warps * scale
+    svg.rect(x, y, width, BAR, SKIPPED, LINE, 0.7, 0)
+    after = _parts(svg, x, y, BAR, role.parts, scale)
+    for n, phase in enumerate(role.phases):
+        height = BAR / len(role.phases)
+        _parts(svg, after, y + n * height, height, phase, scale)
+    svg.rect(x, y, width, BAR, "none", INK, 1.2, 0)
+    return x + width
+
+
+def _legend(svg, x, y, cases, others):
+    """The colours that are in the budgets, and what they are of; ``others`` by their names."""
+    names = dict.fromkeys(part.name for _, budget in cases for part in budget.memory)
+    names |= dict.fromkeys(part.name for _, budget in cases for role in budget.roles for part in (*role.parts, *sum(role.phases, ())))
+    for name in dict.fromkeys(_kind(name) for name in names if name not in ("rest", "P, dS")):
+        svg.rect(x, y, 13, 13, PART_COLORS[name], "none")
+        svg.text(x + 18, y + 11, name, 12)
+        x += 34 + 7.5 * len(name)
+    for name, fill in others.items():
+        svg.rect(x, y, 13, 13, fill)
+        svg.text(x + 18, y + 11, name, 12)
+        x += 34 + 6 * len(name)
+
+
+def _budgets(cases) -> Svg:
+    """What the blocks on a multiprocessor have of its shared memory and of its registers, to scale: (lines, budget) downwards."""
+    left, middle, right, step = 192, 690, 1044, 62
+    svg = Svg(1060, 76 + step * len(cases) + 34)
+    bytes_scale, registers_scale = (middle - left) / budgets.SM_SHARED, (right - middle - 30) / budgets.SM_REGISTERS
+    svg.text(left, 26, "Shared memory", 15, weight="bold")
+    svg.text(left, 44, f"of a multiprocessor: {budgets.SM_SHARED // 1024} KiB", 12, SOFT)
+    svg.text(middle + 30, 26, "Registers", 15, weight="bold")
+    svg.text(middle + 30, 44, f"of a multiprocessor: {budgets.SM_REGISTERS}", 12, SOFT)
+    for n, (lines, budget) in enumerate(cases):
+        y = 62 + n * step
+        for i, words in enumerate(lines):
+            svg.text(20, y + 12 + 16 * i, words, 13 if i == 0 else 12, INK if i == 0 else SOFT, weight="bold" if i == 0 else "normal")
+        svg.rect(left, y, middle - left, BAR, "none", LINE, 1, 0)
+        svg.rect(middle + 30, y, right - middle - 30, BAR, "none", LINE, 1, 0)
+        x, at = left, middle + 30
+        for _ in range(budget.blocks):
+            start, x = x, _parts(svg, x, y, BAR, budget.memory, bytes_scale)
+            svg.rect(start, y, x - start, BAR, "none", INK, 1.2, 0)
+            x += budgets.RESERVED * bytes_scale
+            for role in budget.roles:
+                at = _role(svg, at, y, role, registers_scale)
+        many = f"{budget.blocks} blocks of {budget.kib}" if budget.blocks > 1 else budget.kib
+        svg.text(left, y + BAR + 15, many, 12, SOFT)
+        told = dict.fromkeys(f"{role.registers} a {_kind(role.name)} thread".replace("  ", " ") for role in budget.roles)
+        svg.text(middle + 30, y + BAR + 15, ", ".join(told), 12, SOFT)
+    _legend(svg, 20, 62 + step * len(cases) + 10, cases, {"barriers, statistics, addresses, and all else": SKIPPED, "free": "none"})
+    return svg
+
+
+def budget_sm90_forward() -> Svg:
+    """The tiles of the Hopper forward."""
+    cases = []
+    for dim, budget in dict.fromkeys((dim, budget) for (dim, _, _), budget in budgets.sm90_forward_cases()):
+        q_tile, kv_block, _ = budget.tile
+        cases.append(((f"head dim {dim}", f"{q_tile} queries x {kv_block} keys"), budget))
+    return _budgets(cases)
+
+
+def budget_sm90_gradients() -> Svg:
+    """Of its gradients."""
+    return _budgets([((f"head dim {dim}", f"{b.tile[0]} keys x {b.tile[1]} queries"), b) for dim, b in budgets.sm90_gradients_cases()])
+
+
+def budget_sm90_decode() -> Svg:
+    """Of decoding on Hopper."""
+    cases = [((f"D {dims}", f"{rows} rows, by {b.tile[0]}"), b) for (dims, rows), b in budgets.sm90_decode_cases()]
+    return _budgets(cases)
+
+
+def budget_simt_forward() -> Svg:
+    """Of the forward on CUDA cores."""
+    return _budgets([((f"{dtype}, D {dim}", f"{b.tile[0]} scores"), b) for (dtype, dim), b in budgets.simt_forward_cases()])
+
+
+def budget_simt_gradients() -> Svg:
+    """Of its gradients."""
+    return _budgets([((f"{dtype}, D {dim}", f"{b.tile[0]} scores"), b) for (dtype, dim), b in budgets.simt_gradients_cases()])
+
+
+def budget_cpu() -> Svg:
+    """A thread's memory on the CPU to scale, and what the vector registers of processors hold."""
+    cases = [(case, budget) for case, budget in budgets.cpu_cases() if case[1] == "float32"]
+    registers = list(budgets.cpu_register_cases())
+    left, middle, step, cell = 158, 724, 46, 17
+    most = max(budget.bytes for _, budget in cases)
+    svg = Svg(1060, 62 + step * len(cases) + 34)
+    svg.text(left, 26, "Memory of a thread", 15, weight="bold")
+    svg.text(left, 44, "float32, on a processor with AVX-512", 12, SOFT)
+    for n, ((name, _, dim), budget) in enumerate(cases):
+        y = 62 + n * step
+        svg.text(20, y + 12, f"{name}, D {dim}", 13, weight="bold")
+        svg.text(20, y + 28, ", ".join(budget.tile[:1]), 12, SOFT)
+        end = _parts(svg, left, y, BAR, budget.memory, (middle - left - 74) / most)
+        svg.rect(left, y, end - left, BAR, "none", INK, 1.2, 0)
+        svg.text(end + 6, y + 19, budget.kib, 12, SOFT)
+    _legend(svg, 20, 62 + step * len(cases) + 8, cases, {"lists, statistics, addresses": SKIPPED})
+    svg.text(middle + 30, 26, "Vector registers", 15, weight="bold")
+    svg.text(middle + 30, 44, "in the loop of a product, float32", 12, SOFT)
+    y = 62
+    for name, kernel, parts in registers:
+        svg.text(middle + 30, y + 10, name, 13, weight="bold")
+        svg.text(middle + 126, y + 10, f"{kernel.rows} x {kernel.vectors} sums of {kernel.lanes} numbers", 12, SOFT)
+        names = [part.name for part in parts for _ in range(part.size)]
+        for i, kind in enumerate(names):
+            svg.rect(middle + 30 + i % 16 * cell, y + 18 + i // 16 * cell, cell - 2, cell - 2, PART_COLORS.get(kind, SKIPPED), LINE, 0.7)
+        y += 36 + cell * -(-len(names) // 16)
+    x = middle + 30
+    for kind in ("sums", "loaded", "broadcast", "free"):
+        svg.rect(x, y - 4, 13, 13, PART_COLORS.get(kind, SKIPPED), LINE, 0.7)
+        svg.text(x + 18, y + 7, kind, 12)
+        x += 38 + 6.5 * len(kind)
+    return svg
+
+
 FIGURES = {"tiling": tiling, "band": band, "backward": backward, "mask": mask, "blocks": blocks, "bias": bias, "alibi": alibi, "softcap": softcap}
 FIGURES |= {"dropout": dropout, "sinks": sinks, "padded": padded, "packed": packed, "window": window, "compat": compat, "pages": pages}
+FIGURES |= {"budget-sm90-forward": budget_sm90_forward, "budget-sm90-gradients": budget_sm90_gradients, "budget-sm90-decode": budget_sm90_decode}
+FIGURES |= {"budget-simt-forward": budget_simt_forward, "budget-simt-gradients": budget_simt_gradients, "budget-cpu": budget_cpu}
 
 if __name__ == "__main__":
     for name, draw in FIGURES.items():

@@ -1,7 +1,7 @@
 """The command line. Each command is a module with ``add_parser(commands)`` and ``run(arguments) -> exit status``.
 
-Exit status: 0 done, 1 a comparison, a verification, a fuzzed case or a tuned candidate failed, 2 a wrong argument or file (one line on stderr),
-130 interrupted, 141 the reader of the output went away.
+Exit status: 0 done, 1 a comparison, a verification, a tuned candidate, a benchmark or a fuzzed case failed, 2 a wrong argument or file (one line on
+stderr), 130 interrupted, 141 the reader of the output went away.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import sys
 import traceback
 
 from .._version import __version__
-from . import cache, demo, env, explain, fuzz, run, support, tune, verify, warmup
+from . import bench, cache, demo, env, explain, fuzz, run, support, tune, verify, warmup
 from .errors import CommandError
 
-COMMANDS = (run, demo, verify, tune, explain, env, cache, warmup, fuzz, support)
+COMMANDS = (run, demo, verify, tune, bench, explain, env, cache, warmup, fuzz, support)
 
 
 class Parser(argparse.ArgumentParser):

@@ -1,11 +1,12 @@
 """Build the kernels that a grid needs ahead of it, in several processes that share the libraries' disk caches.
 
-``python -m bench.prebuild TASKS.json`` is one such process: it calls each library of a task once on the task's cell and prints one JSON object a
-call. `prebuild` runs them.
+``python -m numbaflash.benchmarks.prebuild TASKS.json`` is one such process: it calls each library of a task once on the task's cell and prints one
+JSON object a call. `prebuild` runs them.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -16,7 +17,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .cells import AnyCell, inputs
-from .passes import PASSES
 from .peers import PREBUILT, find, one_line
 
 WORKERS = 8
@@ -28,9 +28,9 @@ class Task:
 
     Attributes
     ----------
-    what : class of bench.passes
+    what : class of numbaflash.benchmarks.passes
         What a call computes.
-    cell : bench.cells.AnyCell
+    cell : numbaflash.benchmarks.cells.AnyCell
     libraries : tuple of str
     """
 
@@ -44,11 +44,12 @@ class Task:
         return self.what, *self.cell.config
 
     def to_json(self) -> dict:
-        return {"what": self.what.__name__, "cell": asdict(self.cell), "libraries": self.libraries}
+        return {"what": f"{self.what.__module__}:{self.what.__name__}", "cell": asdict(self.cell), "libraries": self.libraries}
 
     @classmethod
     def from_json(cls, item: dict) -> Task:
-        what = PASSES[item["what"]]
+        module, _, name = item["what"].partition(":")
+        what = getattr(importlib.import_module(module), name)
         cell = {name: tuple(x) if isinstance(x, list) else x for name, x in item["cell"].items()}
         return cls(what, what.kind(**cell), tuple(item["libraries"]))
 
@@ -93,8 +94,8 @@ def prebuild(tasks, note, *, timeout=300.0) -> list[dict]:
                 todo, done = Path(folder, f"{n}.json"), Path(folder, f"{n}.out")
                 todo.write_text(json.dumps([task.to_json() for task in hand]))
                 with done.open("w") as out:
-                    command = [sys.executable, "-m", "bench.prebuild", str(todo)]
-                    workers.append((subprocess.Popen(command, stdout=out, stderr=subprocess.DEVNULL, cwd=Path(__file__).parents[1]), done))
+                    command = [sys.executable, "-m", "numbaflash.benchmarks.prebuild", str(todo)]
+                    workers.append((subprocess.Popen(command, stdout=out, stderr=subprocess.DEVNULL), done))
             for worker, done in workers:
                 try:
                     worker.wait(max(0.1, start + timeout - time.monotonic()))
@@ -142,7 +143,7 @@ def main(arguments) -> int:
         found |= find([name for name in task.libraries if name not in found], task.what.classes)[0]
         with torch.set_grad_enabled(task.what.autograd):
             for library in map(found.get, task.libraries):
-                if library and not library.unfit(task.cell, torch.cuda.mem_get_info()[0], task.what.direction):
+                if library and library.has(task.cell) and not library.unfit(task.cell, torch.cuda.mem_get_info()[0], task.what.direction):
                     print(json.dumps(first_call(task.what, task.cell, library, torch.cuda)), flush=True)
     return 0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import zlib
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +21,11 @@ class AnyCell:
     """What follows from the dtype, the heads, the head dim, the mask and the problem of a cell."""
 
     __slots__ = ()
+
+    @property
+    def drawn_as(self) -> AnyCell:
+        """The cell whose random inputs these are."""
+        return self
 
     @property
     def config(self) -> tuple:
@@ -179,9 +186,29 @@ def grid(*, dtypes, dims, seqlens, causal, heads, tokens) -> list[Cell]:
     ]
 
 
+def seed_of(cell: AnyCell, seed: int, number: int) -> int:
+    """Seed of an input set: the same in every run, whichever cells were measured before."""
+    return zlib.crc32(f"{cell.drawn_as} {seed} {number}".encode())
+
+
 def inputs(cell: AnyCell, generator=None, operands=("q", "k", "v"), device="cuda"):
     """Random operands of a cell as torch tensors on the current CUDA device, or another."""
     import torch
 
     shapes = [cell.problem.shape_of(name) for name in operands]
     return [torch.randn(shape, device=device, dtype=getattr(torch, cell.dtype), generator=generator) for shape in shapes]
+
+
+def host_inputs(cell: AnyCell, operands=("q", "k", "v"), seed=0):
+    """The same on the CPU: torch tensors, or NumPy arrays where PyTorch is not installed."""
+    import numpy as np
+
+    from ..files import dtype_of
+
+    rng = np.random.default_rng(seed)
+    arrays = [rng.standard_normal(cell.problem.shape_of(name), np.float32) for name in operands]
+    if importlib.util.find_spec("torch") is None:
+        return [x.astype(dtype_of(cell.dtype)) for x in arrays]
+    import torch
+
+    return [torch.from_numpy(x).to(getattr(torch, cell.dtype)) for x in arrays]

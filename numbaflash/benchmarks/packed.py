@@ -1,6 +1,6 @@
 """The libraries that take packed sequences, and numbaflash on the same sequences in a padded batch.
 
-All of them get (tokens, heads, head_dim) arrays and the `bench.cells.PackedCell` in the place of the mask, and return results in that layout, but for
+All of them get (tokens, heads, head_dim) arrays and the `cells.PackedCell` in the place of the mask, and return results in that layout, but for
 the padded batch, whose results `Library.rows` brings into it.
 """
 

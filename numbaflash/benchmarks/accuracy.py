@@ -4,10 +4,67 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from numbaflash.testing import accuracy as rule
 
 ROWS = 32
 WRONG = "wrong result"
+AGREEMENT = {"float16": 2**-6, "bfloat16": 2**-4, "float32": 1e-4, "float64": 1e-10}
+"""Largest difference of two right results, of their largest element: some roundings of it. A mask or a scale that is another one differs by as much
+as the elements themselves."""
+
+
+def finite(x) -> bool:
+    """Whether an array of NumPy or torch has neither NaN nor infinities."""
+    if isinstance(x, np.ndarray):
+        return bool(np.isfinite(x.astype(np.float32)).all())
+    return bool(x.isfinite().all())
+
+
+def kind_of(results) -> list[tuple]:
+    """Shape and dtype of each array of a result."""
+    each = results if isinstance(results, (tuple, list)) else (results,)
+    return [(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in each]
+
+
+def disagreement(ours, theirs, dtype: str) -> str | None:
+    """What is different about two results that must be the same; None when they are.
+
+    Parameters
+    ----------
+    ours, theirs : array, or tuple of them
+        Whole results.
+    dtype : str
+        Of the problem.
+    """
+    ours, theirs = (x if isinstance(x, (tuple, list)) else (x,) for x in (ours, theirs))
+    if kind_of(ours) != kind_of(theirs):
+        return f"shapes or dtypes {kind_of(theirs)}, not {kind_of(ours)}"
+    for n, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        worst = largest = 0.0
+        for b in range(len(one)):  # one batch entry at a time, for memory
+            x, y = (each[b].astype(np.float32) if isinstance(each, np.ndarray) else each[b].float() for each in (one, other))
+            worst, largest = max(worst, float(abs(x - y).max())), max(largest, float(abs(x).max()))
+        if not worst <= AGREEMENT[dtype] * largest:
+            of = f" of result {n + 1}" if len(ours) > 1 else ""
+            return f"an element{of} differs by {worst:.3g}, the largest is {largest:.3g}"
+    return None
+
+
+def fingerprint(arrays) -> list[int]:
+    """A sum over the bits of each array, by which a changed one is known."""
+    found = []
+    for x in arrays:
+        if isinstance(x, np.ndarray):
+            words = np.ascontiguousarray(x).view(f"int{8 * x.dtype.itemsize}")
+            found.append(int(words.sum(dtype=np.int64)))
+        else:
+            import torch
+
+            kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+            found.append(int(x.contiguous().view(kind).sum(dtype=torch.int64)))
+    return found
 
 
 class Sample:
@@ -15,15 +72,13 @@ class Sample:
 
     Parameters
     ----------
-    cell : bench.cells.Cell
+    cell : numbaflash.benchmarks.cells.Cell
     q, k, v : torch.Tensor
         Inputs of the cell.
     """
 
     def __init__(self, cell, q, k, v):
-        import torch
-
-        self._isfinite, self._shape = torch.isfinite, cell.problem.out_shape
+        self._shape = cell.problem.out_shape
         self._batch = sorted({0, cell.batch - 1})
         rows = min(ROWS, cell.seqlen)
         self._blocks = []
@@ -42,7 +97,7 @@ class Sample:
         """
         if tuple(out.shape) != self._shape:
             return float("inf"), f"{WRONG}: shape {tuple(out.shape)}, expected {self._shape}"
-        if not bool(self._isfinite(out).all()):
+        if not finite(out):
             return float("inf"), f"{WRONG}: NaN or infinite elements"
         try:
             return max(rule.compare(expected, out[self._batch, part]).out for part, expected in self._blocks), None
@@ -55,7 +110,7 @@ class GradientSample:
 
     Parameters
     ----------
-    cell : bench.cells.Cell
+    cell : numbaflash.benchmarks.cells.Cell
     dout, q, k, v : torch.Tensor
         Inputs of the cell.
     heads : list of (int, int), optional
@@ -63,9 +118,7 @@ class GradientSample:
     """
 
     def __init__(self, cell, dout, q, k, v, heads=None):
-        import torch
-
-        self._isfinite, group = torch.isfinite, cell.problem.group
+        group = cell.problem.group
         self._shapes = [(name, cell.problem.shape_of(name)) for name in ("dq", "dk", "dv")]
         problem = replace(cell.problem, batch=1, heads=group, kv_heads=1)
         self._parts = []
@@ -85,7 +138,7 @@ class GradientSample:
         for (name, shape), got in zip(self._shapes, gradients, strict=True):
             if tuple(got.shape) != shape:
                 return float("inf"), f"{WRONG}: {name} has shape {tuple(got.shape)}, expected {shape}"
-            if not bool(self._isfinite(got).all()):
+            if not finite(got):
                 return float("inf"), f"{WRONG}: NaN or infinite elements of {name}"
         dq, dk, dv = gradients
         worst = 0.0
@@ -103,7 +156,7 @@ class PackedSample:
 
     Parameters
     ----------
-    cell : bench.cells.PackedCell
+    cell : numbaflash.benchmarks.cells.PackedCell
     *arrays : torch.Tensor
         Inputs of the cell.
     """
@@ -111,9 +164,6 @@ class PackedSample:
     results = ("out",)
 
     def __init__(self, cell, *arrays):
-        import torch
-
-        self._isfinite = torch.isfinite
         self._shapes = {name: cell.problem.shape_of(name) for name in self.results}
         ends = cell.boundaries
         chosen = dict.fromkeys((0, cell.lengths.index(cell.longest), len(cell.lengths) - 1))
@@ -133,7 +183,7 @@ class PackedSample:
         for name, shape in self._shapes.items():
             if tuple(found[name].shape) != shape:
                 return float("inf"), f"{WRONG}: {name} has shape {tuple(found[name].shape)}, expected {shape}"
-            if not bool(self._isfinite(found[name]).all()):
+            if not finite(found[name]):
                 return float("inf"), f"{WRONG}: NaN or infinite elements of {name}"
         worst = 0.0
         for rows, sample in self._parts:

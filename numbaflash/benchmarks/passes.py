@@ -2,20 +2,77 @@
 
 from __future__ import annotations
 
-from . import packed
+import itertools
+
+from . import packed, timing
 from .accuracy import GradientSample, PackedGradientSample, PackedSample, Sample
 from .cells import Cell, PackedCell, backward_flops, forward_flops
 from .peers import LIBRARIES, NAMES, OURS, OURS_DETERMINISTIC
 
 
-class Batches:
+class Pass:
+    """What a run does with a pass, which names its operands."""
+
+    results = ("out",)
+
+    @classmethod
+    def inputs(cls, device, cell) -> list:
+        """Input sets: random operands, so many that a call never finds its own in the L2 cache."""
+        count = timing.input_sets(cell.bytes_of(*cls.operands), device.l2_bytes)
+        return [device.inputs(cell, cls.operands, number) for number in range(count)]
+
+    @classmethod
+    def one_set(cls, device, cell) -> list:
+        """A single one of them."""
+        return [device.inputs(cell, cls.operands)]
+
+    @staticmethod
+    def count(sets) -> int:
+        """How many there are."""
+        return len(sets)
+
+    @staticmethod
+    def arrays(sets) -> list:
+        """The operands of the first set."""
+        return sets[0]
+
+    @staticmethod
+    def compared(sets) -> list:
+        """The arrays whose bits must stay what they are."""
+        return sets[0]
+
+    @classmethod
+    def calls(cls, library, sets, cell):
+        """(call with the first set, call with the next set each time)."""
+        bound = [cls.bind(library, arrays, cell) for arrays in sets]
+        turn = itertools.cycle(bound)
+        return bound[0], lambda: next(turn)()
+
+    @staticmethod
+    def timed_call(device, library, sets, cell, turn, sample, note):
+        """(`timing.Call`, facts for the record) of the call with the next set each time."""
+        return timing.Call(turn, library.scope), {}
+
+    @classmethod
+    def figures(cls, cell, ms: float) -> dict:
+        """Fields of a record that follow from the time of a call."""
+        return {"tflops": cls.flops(cell) / ms / 1e9}
+
+    @classmethod
+    def room(cls, cell, l2_bytes: int) -> int:
+        """Bytes of all input sets and of three results: ours, a peer's, and the one before it."""
+        size = cell.bytes_of(*cls.operands)
+        return size * timing.input_sets(size, l2_bytes) + 3 * cell.bytes_of(*cls.results)
+
+
+class Batches(Pass):
     """Of cells that are batches."""
 
     kind = Cell
     classes = LIBRARIES
 
 
-class Packed:
+class Packed(Pass):
     """Of packed sequences."""
 
     kind = PackedCell
@@ -31,15 +88,15 @@ class Forward(Batches):
     ----------
     bench, direction : str
         As records name them.
-    kind : class of bench.cells
+    kind : class of numbaflash.benchmarks.cells
         Of the cells.
-    operands : tuple of str
-        Inputs of a call.
-    classes : dict of str to class of bench.peers
+    operands, results : tuple of str
+        Of a call.
+    classes : dict of str to class of numbaflash.benchmarks.peers
         The libraries by name.
     libraries, known : tuple of str
         What is measured if nothing else is asked for, and what can be.
-    sample : class of bench.accuracy
+    sample : class of numbaflash.benchmarks.accuracy
         Exact results to compare with.
     autograd : bool
         Whether torch must be allowed to record what is called.
@@ -70,7 +127,7 @@ class Backward(Batches):
     """The gradients alone: the forward has run before, out and its log-sum-exp are there."""
 
     bench = direction = "backward"
-    operands = ("dout", "q", "k", "v")
+    operands, results = ("dout", "q", "k", "v"), ("dq", "dk", "dv")
     libraries, known = (OURS, OURS_DETERMINISTIC, "fa4", "cudnn", "fa2"), tuple(LIBRARIES)
     sample = GradientSample
     autograd = True
@@ -92,7 +149,7 @@ class Training(Batches):
     """Forward and gradients, as a training step runs them through autograd."""
 
     bench, direction = "training", "forward+backward"
-    operands = Backward.operands
+    operands, results = Backward.operands, Backward.results
     libraries, known = NAMES, tuple(LIBRARIES)
     sample = GradientSample
     autograd = True
@@ -121,6 +178,3 @@ class PackedBackward(Packed, Backward):
     """The gradients alone of packed sequences."""
 
     plain, sample = Backward, PackedGradientSample
-
-
-PASSES = {what.__name__: what for what in (Forward, Backward, Training, PackedForward, PackedBackward)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import math
 import os
@@ -13,7 +14,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results"
+_CHECKOUT = Path(__file__).parents[2]
+RESULTS = _CHECKOUT / "bench" / "results"
+"""Where the project's own benchmarks keep what they have measured."""
 
 FIELDS = {
     "bench": str,
@@ -38,6 +41,19 @@ FIELDS = {
 
 CELL = ("dtype", "batch", "seqlen_q", "seqlen_k", "heads", "kv_heads", "head_dim", "head_dim_v", "causal")
 """Fields that say what was computed."""
+
+BEYOND = ("lengths", "page_size", "option")
+"""Fields that say more of it, where there is more to say."""
+
+
+def cell_of(fields) -> tuple:
+    """What was computed, of a record or of the fields of a cell."""
+    return tuple(fields[name] for name in CELL) + tuple(fields.get(name) for name in BEYOND)
+
+
+def fields_of(cell: tuple) -> dict:
+    """The fields that `cell_of` made a tuple of."""
+    return dict(zip(CELL + BEYOND, cell, strict=True))
 
 
 def check(record: dict) -> dict:
@@ -86,6 +102,12 @@ def read(*paths) -> list[dict]:
     return records
 
 
+def digest(recs) -> str:
+    """A short name of records, by which a picture that was drawn of them is known."""
+    lines = sorted(json.dumps(record, sort_keys=True) for record in recs)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
 def slug(name: str) -> str:
     """A machine's name for a file name: "NVIDIA H200" is "h200"."""
     return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\b(nvidia|geforce|\(r\)|\(tm\))", "", name.lower())).strip("-") or "unknown"
@@ -118,14 +140,15 @@ def _module() -> str:
 
 
 def git_commit() -> str | None:
-    """Short hash of the checkout, with "+" when tracked files differ from it; None outside a git checkout."""
+    """Short hash of the checkout, with "+" when tracked files differ from it; None where the package is not in one of its own."""
 
     def git(*words, check):
-        return subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=check)
+        return subprocess.run(["git", *words], cwd=_CHECKOUT, capture_output=True, text=True, timeout=10, check=check)
 
     try:
+        git("ls-files", "--error-unmatch", str(Path(__file__).relative_to(_CHECKOUT)), check=True)
         head = git("rev-parse", "--short", "HEAD", check=True).stdout.strip()
-        dirty = git("diff", "--quiet", "HEAD", "--", "../numbaflash", ".", check=False).returncode
+        dirty = git("diff", "--quiet", "HEAD", "--", "numbaflash", "bench", check=False).returncode
     except (OSError, subprocess.SubprocessError):
         return None
     return head + "+" * bool(dirty)

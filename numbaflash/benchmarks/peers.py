@@ -5,24 +5,35 @@ All of them get the same (batch, seqlen, heads, head_dim) arrays, allocate their
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 from contextlib import nullcontext
 
-OURS, OURS_DETERMINISTIC, OURS_PADDED = "numbaflash", "numbaflash-deterministic", "numbaflash-padded"
-OWN = (OURS, OURS_DETERMINISTIC, OURS_PADDED)
+from ..cli.devices import dense_numpy
+
+OURS, OURS_DETERMINISTIC, OURS_PADDED, OURS_PLAIN = "numbaflash", "numbaflash-deterministic", "numbaflash-padded", "numbaflash-plain"
+OWN = (OURS, OURS_DETERMINISTIC, OURS_PADDED, OURS_PLAIN)
 """What is not a peer of numbaflash."""
 NAMES = (OURS, "fa4", "cudnn", "fa2", "dense")
 LABELS = {
     OURS: "numbaflash",
     OURS_DETERMINISTIC: "numbaflash, deterministic",
     OURS_PADDED: "numbaflash, padded batch",
+    OURS_PLAIN: "numbaflash, without the option",
     "fa4": "FA4 (flash_attn.cute)",
     "cudnn": "cuDNN (torch SDPA)",
     "fa2": "FA2 (torch SDPA)",
+    "efficient": "memory-efficient (torch SDPA)",
+    "sdpa": "torch SDPA",
+    "flex": "FlexAttention (torch.compile)",
+    "flashinfer": "FlashInfer",
     "dense": "dense (torch matmul + softmax)",
+    "numpy": "dense (NumPy)",
+    "cupy": "dense (CuPy)",
 }
 PREBUILT = (*OWN, "fa4")
 """Libraries that compile a kernel at its first call and keep it on disk."""
@@ -45,6 +56,10 @@ class Library:
 
         self._torch = torch
         self.version = f"torch {torch.__version__}"
+
+    def has(self, cell) -> bool:
+        """Whether there is such a thing in the library at all; where there is not, nothing is said of it."""
+        return True
 
     def unfit(self, cell, free_bytes: int, direction: str = "forward") -> str | None:
         """Why a cell cannot be measured with so much free memory; None when it can."""
@@ -100,9 +115,10 @@ class Numbaflash(Library):
     deterministic = False
 
     def __init__(self):
-        super().__init__()
         import numbaflash
 
+        if importlib.util.find_spec("torch") is not None:  # else arrays are NumPy's
+            super().__init__()
         self._numbaflash = numbaflash
         self.version = numbaflash.__version__
 
@@ -158,7 +174,7 @@ class Fa4(Library):
         super().__init__()
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # read when it is imported
         self._forward = getattr(importlib.import_module("flash_attn.cute"), self.function)
-        self.version = _distribution_version("flash-attn-4")
+        self.version = distribution_version("flash-attn-4")
 
     def bind(self, q, k, v, causal):
         return self._bound(q, k, v, causal=causal)
@@ -204,6 +220,97 @@ class Fa2(Sdpa):
     name, backend = "fa2", "FLASH_ATTENTION"
 
 
+class Efficient(Sdpa):
+    name, backend = "efficient", "EFFICIENT_ATTENTION"
+
+    def bind(self, q, k, v, causal):
+        attention, heads = self._torch.nn.functional.scaled_dot_product_attention, q.shape[2]
+
+        def call():
+            rows = (x.transpose(1, 2) for x in (q, _repeated(k, heads), _repeated(v, heads)))  # it has no groups of heads
+            return attention(*rows, is_causal=causal).transpose(1, 2)
+
+        return call
+
+
+class AnySdpa(Sdpa):
+    """The back end that torch chooses."""
+
+    name = "sdpa"
+
+    def __init__(self):
+        Library.__init__(self)
+
+    def scope(self):
+        return nullcontext()
+
+
+def _repeated(x, heads: int):
+    """So many heads, each as often as query heads share it."""
+    batch, rows, kv_heads, dim = x.shape
+    if heads == kv_heads:
+        return x
+    return x[:, :, :, None].expand(batch, rows, kv_heads, heads // kv_heads, dim).reshape(batch, rows, heads, dim)
+
+
+class Flex(Library):
+    """torch's FlexAttention, compiled."""
+
+    name = "flex"
+
+    def __init__(self):
+        super().__init__()
+        self._attention = compiled_flex(self._torch)
+
+    def bind(self, q, k, v, causal):
+        flex, seqlen, grouped = self._attention, q.shape[1], q.shape[2] != k.shape[2]
+        mask = causal_block_mask(seqlen, q.device) if causal else None
+        qt, kt, vt = (x.transpose(1, 2) for x in (q, k, v))
+        return lambda: flex(qt, kt, vt, block_mask=mask, enable_gqa=grouped).transpose(1, 2)
+
+
+@functools.cache
+def compiled_flex(torch):
+    """FlexAttention, compiled once for all that use it."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    torch._dynamo.config.recompile_limit = 100  # beyond it, FlexAttention would run uncompiled
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@functools.lru_cache(maxsize=1)
+def causal_block_mask(seqlen, device):
+    """FlexAttention's causal mask, one for all input sets of a cell."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask(lambda b, h, i, j: i >= j, None, None, seqlen, seqlen, device=device)
+
+
+class FlashInfer(Library):
+    """FlashInfer's prefill of a batch, planned before."""
+
+    name = "flashinfer"
+    workspace_bytes = 2**27
+
+    def __init__(self):
+        super().__init__()
+        self._flashinfer, self._workspace = importlib.import_module("flashinfer"), None
+        self.version = distribution_version("flashinfer-python")
+
+    def unfit(self, cell, free_bytes, direction="forward"):
+        return None if direction == "forward" else "it has no gradients"
+
+    def bind(self, q, k, v, causal):
+        torch, (batch, rows, heads, dim) = self._torch, q.shape
+        if self._workspace is None:  # one for all input sets, which are computed one after the other
+            self._workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=q.device)
+        wrapper = self._flashinfer.BatchPrefillWithRaggedKVCacheWrapper(self._workspace, "NHD")
+        ends = torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=q.device)
+        wrapper.plan(ends, ends, heads, k.shape[2], dim, causal=causal, q_data_type=q.dtype)
+        flat = [x.flatten(0, 1) for x in (q, k, v)]
+        return lambda: wrapper.run(*flat).view(q.shape)
+
+
 class Dense(Library):
     """Scores in memory: a matrix product, a softmax, a matrix product, all in the dtype of the arrays."""
 
@@ -220,6 +327,63 @@ class Dense(Library):
     def bind(self, q, k, v, causal):
         hidden = hidden_keys(self._torch, q.shape[1], k.shape[1], q.device) if causal else None
         return lambda: dense(self._torch, q, k, v, hidden)
+
+
+class DenseNumpy(Dense):
+    """The same in NumPy, in float32 where the arrays have 16 bits; it has no gradients."""
+
+    name = "numpy"
+
+    def __init__(self):
+        import numpy
+
+        self._arrays = numpy
+        self.version = numpy.__version__
+
+    def unfit(self, cell, free_bytes, direction="forward"):
+        if direction != "forward":
+            return "it has no gradients"
+        return super().unfit(cell, free_bytes, direction)
+
+    def bind(self, q, k, v, causal):
+        xp, scale = self._arrays, q.shape[3] ** -0.5
+        arrays = [self._taken(x) for x in (q, k, v)]
+        seen = xp.tril(xp.ones((q.shape[1], k.shape[1]), bool), k.shape[1] - q.shape[1]) if causal else None
+        return lambda: dense_numpy(xp, *arrays, seen, scale)
+
+    def rows(self, results, structure):
+        return self._given(results)
+
+    def _taken(self, x):
+        return x if isinstance(x, self._arrays.ndarray) else self._arrays.from_dlpack(x)
+
+    def _given(self, x):
+        """What it returns, as arrays of the other libraries are."""
+        if importlib.util.find_spec("torch") is None:
+            return x
+        import torch
+
+        return torch.from_dlpack(x)
+
+
+class DenseCupy(DenseNumpy):
+    """The same in CuPy, on torch's stream."""
+
+    name = "cupy"
+
+    def __init__(self):
+        import cupy
+
+        self._arrays = cupy
+        self.version = cupy.__version__
+
+    def unfit(self, cell, free_bytes, direction="forward"):
+        return "CuPy has no bfloat16" if cell.dtype == "bfloat16" else super().unfit(cell, free_bytes, direction)
+
+    def scope(self):
+        import torch
+
+        return self._arrays.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
 
 
 def hidden_keys(torch, seqlen_q, seqlen_k, device):
@@ -248,7 +412,10 @@ def dense(torch, q, k, v, hidden=None):
     return out.view(batch, heads, seqlen_q, v.shape[3]).transpose(1, 2)
 
 
-LIBRARIES = {cls.name: cls for cls in (Numbaflash, NumbaflashDeterministic, Fa4, Cudnn, Fa2, Dense)}
+LIBRARIES = {
+    cls.name: cls
+    for cls in (Numbaflash, NumbaflashDeterministic, Fa4, Cudnn, Fa2, Efficient, AnySdpa, Flex, FlashInfer, Dense, DenseNumpy, DenseCupy)
+}
 
 
 def find(names=NAMES, classes=LIBRARIES) -> tuple[dict[str, Library], dict[str, str]]:
@@ -269,7 +436,7 @@ def one_line(error: BaseException, limit=200) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def _distribution_version(name) -> str:
+def distribution_version(name) -> str:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
