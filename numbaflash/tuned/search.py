@@ -375,7 +375,9 @@ class _Search:
         self._time(names, lambda: 0.0)
         ranked = sorted((name for name in names if name != "0"), key=lambda name: names[name].seconds[1])
         finalists = {name: names[name] for name in ["0", *ranked[:FINALISTS]]}
-        self.say(f"  {len(names)} measured in {timing.LEAST_ROUNDS} rounds; the fastest {len(finalists) - 1} and the own choice go on")
+        self.say(
+            f"  {len(names)} of {len(running)} measured in {timing.LEAST_ROUNDS} rounds; the fastest {len(finalists) - 1} and the own choice go on"
+        )
         self._time(finalists, self.left)
         low, middle, _ = own.seconds
         outcome.status = KEPT
