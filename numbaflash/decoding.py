@@ -10,6 +10,7 @@ import numpy as np
 from . import recording
 from .api import forward, merge
 from .arrays import LIBRARIES, one_library
+from .arrays import library as library_of
 from .call import aligned_workspace, apart_of, called, check_apart, decode_call, device_of, run
 from .dispatch import contiguous_strides
 from .explanation import Explanation, explain_plan
@@ -35,6 +36,8 @@ REQUIRED = ("q", "k", "v", "k_prefix", "v_prefix")
 
 MOST_KINDS_OF_RESULTS = 16
 """Kinds of results, given by the caller, that a plan remembers."""
+MOST_LOOKS = 16
+"""How often a plan learns what its arrays look like: torch's modes (inference, no gradients) are part of that."""
 
 
 def decode(
@@ -242,6 +245,8 @@ class DecodePlan:
         self._at_q, self._at_k, self._at_v, self._at_lengths = (library.same_kind(arrays[name]) for name in ("q", "k", "v", "seqlens_k"))
         self._paged, self._type = "page_table" in arrays, type(arrays["q"])
         self._at_table = library.same_kind(arrays["page_table"]) if self._paged else None
+        self._at, self._looks = None, MOST_LOOKS
+        self._look_at_once(*(arrays.get(name) for name in ("q", "k", "v", "seqlens_k", "page_table")))
         self._options = [arrays[name] for name in ("alibi_slopes", "sinks") if name in arrays]
         self._options_at = tuple(map(library.address, self._options))
         self._out_at, self._lse_at = library.address(out), library.address(lse) if return_lse else 0
@@ -282,20 +287,27 @@ class DecodePlan:
         library, kind = self._library, LIBRARIES.get
         if library.decode is not None:  # torch records
             return library.untraced(self.run)(q, k_cache, v_cache, seqlens_k, page_table, out=out, lse=lse, stream=stream)
-        paged, table_at, as_planned = self._paged, 0, False
-        if type(q) is type(k_cache) is type(v_cache) is type(seqlens_k) is self._type:
-            q_at, k_at, v_at, lengths_at = self._at_q(q), self._at_k(k_cache), self._at_v(v_cache), self._at_lengths(seqlens_k)
-            as_planned = q_at and k_at and v_at and lengths_at
-            if paged:
-                table_at = self._at_table(page_table) if type(page_table) is self._type else 0
-                as_planned = as_planned and table_at
-            elif page_table is not None:
-                as_planned = False
-        if not as_planned:
-            if self._lender is not None and kind(type(q)) is not library:
-                return self._run_lent(q, k_cache, v_cache, seqlens_k, page_table, out, lse, stream)
-            arrays = {"q": q, "k": k_cache, "v": v_cache, "seqlens_k": seqlens_k, "page_table": page_table}
-            q_at, k_at, v_at, lengths_at, table_at = self._addresses(arrays)
+        paged, at = self._paged, self._at
+        found = None if at is None else at(q, k_cache, v_cache, seqlens_k, page_table)
+        if found is not None:
+            q_at, k_at, v_at, lengths_at, table_at = found
+        else:
+            table_at, as_planned = 0, False
+            if type(q) is type(k_cache) is type(v_cache) is type(seqlens_k) is self._type:
+                q_at, k_at, v_at, lengths_at = self._at_q(q), self._at_k(k_cache), self._at_v(v_cache), self._at_lengths(seqlens_k)
+                as_planned = q_at and k_at and v_at and lengths_at
+                if paged:
+                    table_at = self._at_table(page_table) if type(page_table) is self._type else 0
+                    as_planned = as_planned and table_at
+                elif page_table is not None:
+                    as_planned = False
+            if not as_planned:
+                if self._lender is not None and kind(type(q)) is not library:
+                    return self._run_lent(q, k_cache, v_cache, seqlens_k, page_table, out, lse, stream)
+                arrays = {"q": q, "k": k_cache, "v": v_cache, "seqlens_k": seqlens_k, "page_table": page_table}
+                q_at, k_at, v_at, lengths_at, table_at = self._addresses(arrays)
+            if at is not None:
+                self._look_at_once(q, k_cache, v_cache, seqlens_k, page_table)
         if self._checked:
             _check_values({"k": k_cache, "seqlens_k": seqlens_k, "page_table": page_table})
         place, handle = (None, self._current_stream()) if stream is None else self._call.on(stream)
@@ -316,11 +328,17 @@ class DecodePlan:
         library.written(lse)
         return out, lse
 
+    def _look_at_once(self, *arrays):
+        """From now on, all arrays are looked at together, where the library can: of the kind of these, in the modes that it is in now."""
+        if self._looks:
+            self._looks -= 1
+            self._at = self._library.same_kinds(arrays)
+
     def _run_lent(self, q, k_cache, v_cache, seqlens_k, page_table, out, lse, stream):
         given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "seqlens_k": seqlens_k, "page_table": page_table, "out": out, "lse": lse}
         for name, x in given.items():
-            if x is not None and LIBRARIES.get(type(x)) is not self._lender:
-                _library_differs(name, x, self._lender)
+            if x is not None:
+                _check_library(name, x, self._lender)
         with self._lender.borrowed(given, stream) as (lent, stream):
             out_lent, lse_lent = lent.pop("out"), lent.pop("lse")
             self.run(**lent, out=out_lent, lse=lse_lent, stream=stream)
@@ -338,8 +356,7 @@ class DecodePlan:
             if x is None:
                 found.append(0)
                 continue
-            if LIBRARIES.get(type(x)) is not self._library:
-                _library_differs(argument, x, self._library)
+            _check_library(argument, x, self._library)
             facts = self._library.describe(x, argument)
             for what, got, want in (
                 ("shape", facts.shape, planned.shape),
@@ -363,8 +380,7 @@ class DecodePlan:
         library, kinds, places = self._library, [], dict(zip(self._call.operands, addresses, strict=True))
         for name, x in (("out", out), ("lse", lse)):
             if x is not None:
-                if LIBRARIES.get(type(x)) is not library:
-                    _library_differs(name, x, library)
+                _check_library(name, x, library)
                 places[name], kind = library.inspect_result(x)
                 kinds.append((name, kind))
         facts, apart = self._apart.get(tuple(kinds), (None, None))
@@ -425,8 +441,10 @@ def _strides_differ(facts, planned):
     return 0 not in facts.shape and any(n > 1 and a != b for n, a, b in zip(facts.shape, facts.strides, planned.strides, strict=True))
 
 
-def _library_differs(argument, x, library):
-    raise TypeError(f"{argument} must be an array of {library.name}, as planned; got {type(x).__name__}")
+def _check_library(argument, x, planned):
+    """A type that has not been met before, `torch.nn.Parameter` say, may still be one of the library's."""
+    if library_of(x, argument) is not planned:
+        raise TypeError(f"{argument} must be an array of {planned.name}, as planned; got {type(x).__name__}")
 
 
 def cascade(

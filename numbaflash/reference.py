@@ -187,9 +187,14 @@ def boundaries(cu_seqlens, total: int) -> np.ndarray:
 
 def without_pages(problem: Problem, k, v, page_table) -> tuple[Problem, np.ndarray, np.ndarray]:
     """The same problem of contiguous caches, and these; page numbers that are no page count as the nearest one."""
-    pages = np.clip(np.asarray(page_table)[:, : problem.seqlen_k // problem.page_size], 0, max(problem.pages - 1, 0))
+    pages = pages_of(problem, page_table)
     k, v = (np.asarray(x)[pages].reshape(problem.batch, problem.seqlen_k, *x.shape[2:]) for x in (k, v))
     return replace(problem, pages=0, page_size=0, max_pages=0), k, v
+
+
+def pages_of(problem: Problem, page_table) -> np.ndarray:
+    """The page that each entry of the table stands for; none where there is no page at all."""
+    return np.clip(np.asarray(page_table, np.int64)[:, : problem.seqlen_k // problem.page_size], 0, max(problem.pages - 1, 0))
 
 
 def lengths(problem: Problem, b: int, seqlens_q=None, seqlens_k=None, **_) -> tuple[int, int]:

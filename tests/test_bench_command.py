@@ -12,7 +12,7 @@ import pytest
 from simulated_gpu import OnCpu, SimulatedDevice
 
 from numbaflash import cli
-from numbaflash.benchmarks import cells, cpu, gpu, passes, peers, records, regressions, running, session, tables
+from numbaflash.benchmarks import cells, cpu, evidence, gpu, passes, peers, prebuild, records, regressions, running, session, tables
 from numbaflash.benchmarks.progress import Progress
 from numbaflash.cli import bench
 
@@ -171,6 +171,35 @@ def test_libraries_and_options_of_the_command_line_are_those_of_the_engine():
         for kind, names in of_kind.items():
             known = {"prefill": peers.LIBRARIES, "backward": peers.LIBRARIES, "decode": decoding.LIBRARIES, "options": optional.LIBRARIES}[kind]
             assert set(names) <= set(known)
+
+
+def test_a_run_on_a_simulated_gpu(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("torch")
+    device, built = SimulatedDevice(), []
+    found = {"numbaflash": OnCpu("numbaflash", device, 1.0), "fa4": OnCpu("fa4", device, 2.0), "fa2": OnCpu("fa2", device, 0.5, spoil=9.0)}
+
+    def prebuilt(tasks, note, **more):
+        built.extend(tasks)
+        return [{"what": "Forward", "library": "fa4", "cell": str(task.cell), "evidence": {"family": "told before"}} for task in tasks]
+
+    monkeypatch.setattr(bench, "_device", lambda name: ("cuda", ""))
+    monkeypatch.setattr(gpu, "Gpu", lambda seed: device)
+    monkeypatch.setattr(session, "device_fields", lambda kind: {"gpu": "NVIDIA Simulated"})
+    monkeypatch.setattr(peers, "find", lambda names, classes: (found, {"flashinfer": "ModuleNotFoundError: flashinfer"}))
+    monkeypatch.setattr(prebuild, "prebuild", prebuilt)
+    monkeypatch.setattr(evidence, "kernels", lambda calls: [["kernel"] for call in calls if call() is not None])
+    words = ["--only", "prefill,backward", "--dtype", "float16", "--seqlen", "32", "--tokens", "64", "--head-dim", "16", "--heads", "4/2"]
+    out = tmp_path / "run.jsonl"
+    status, shown, told = bench_of(capsys, *words, "--rounds", "3", "--out", out)
+    assert status == 0 and "flashinfer is not measured: ModuleNotFoundError" in shown and "fa2 left out: wrong result" in told
+    records_of = {(r["direction"], r["library"]): r for r in records.read(out)}
+    assert {r["gpu"] for r in records_of.values()} == {"NVIDIA Simulated"} and len(records_of) == 6 and len(built) == 2
+    assert records_of["forward", "fa4"]["family"] == "told before" and records_of["forward", "fa2"]["ms"] is None
+    for direction in ("forward", "backward"):
+        ours = records_of[direction, "numbaflash"]
+        assert ours["ms"] == pytest.approx(1.0) and ours["host_us"] > 0 and ours["kernels"] == ["kernel"]
+        assert records_of[direction, "fa4"]["ms"] == pytest.approx(2.0)
+    assert "2.00" in shown and "host us" in shown
 
 
 # ---- what is refused

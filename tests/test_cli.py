@@ -616,7 +616,30 @@ def test_fuzz_of_packed_sequences(tmp_path, capsys, monkeypatch):
     assert status == 0 and "packed sequences" in out, out + err
 
 
+def test_fuzz_of_decoding(tmp_path, capsys, monkeypatch):
+    from numbaflash import testing
+    from numbaflash.testing.strategies import OF_DECODING
+
+    monkeypatch.chdir(tmp_path)
+    only = ("--family", "cpu", "--dtype", "float32", "--head-dim", "8", "--seed", "2", "--max-seqlen", "40")
+    status, out, err = command(capsys, "fuzz", "--minutes", "0.05", "--direction", "decode", *only)
+    assert status == 0 and out.startswith("fuzz: decode, cpu") and "no case failed" in out, out + err
+    asked = []
+    monkeypatch.setattr(testing, "fuzz", lambda **options: asked.append(options["options"]) or 0)
+    assert command(capsys, "fuzz", "--direction", "decode", "--option", "all")[0] == 0 and set(asked[0]) == set(OF_DECODING)
+
+
+def test_fuzz_replays_decoding(tmp_path, capsys):
+    from numbaflash.testing import Cache, DecodeCase
+
+    case = DecodeCase(seqlen_k=8, head_dim=8, head_dim_v=8, cache=Cache((7, 0), page_size=4))
+    (tmp_path / "case.json").write_text(f'{{"direction": "decode", "case": {case.to_json()}}}')
+    status, out, err = command(capsys, "fuzz", "--family", "cpu", "--replay", tmp_path / "case.json")
+    assert status == 0 and "run_decode_case" in out and "passes" in out, out + err
+
+
 def test_fuzz_refuses(tmp_path, capsys):
+    refused(capsys, "in decoding; got bias", "fuzz", "--family", "cpu", "--direction", "decode", "--option", "bias")
     refused(capsys, "invalid choice: 'masks'", "fuzz", "--option", "masks")
     refused(capsys, "minutes must be positive", "fuzz", "--minutes", "0")
     refused(capsys, "max_seqlen must be at least 1; got 0", "fuzz", "--max-seqlen", "0")

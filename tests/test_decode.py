@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -377,6 +378,74 @@ def test_torch_compile_breaks_its_graph_and_other_recorders_are_refused():
         numbaflash.decode(*map(mode.from_tensor, given))
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_plan_looks_at_torch_tensors_at_once(paged, monkeypatch):
+    """In every mode of torch the second run takes the quick way, and whatever is not as planned still meets the checks."""
+    torch = pytest.importorskip("torch")
+    from torch.autograd import forward_ad
+
+    from numbaflash.arrays import torch as adapter
+
+    q, k, v, lengths, table = arrays()
+    made = [q, k, v, lengths, table] if paged else [q, *(gathered(x, table, lengths) for x in (k, v)), lengths]
+    given = [torch.from_numpy(x.copy()) for x in made]
+    plan = numbaflash.plan_decode(*given)
+    want = numbaflash.decode(*given)
+    assert plan._at is not None
+    looked = []
+    monkeypatch.setattr(plan, "_at_q", lambda x: looked.append(x) or x.data_ptr())
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode():
+            plan.run(*given)  # learns what the arrays look like in this mode
+            looked.clear()
+            assert torch.equal(plan.run(*given), want) and not looked
+    q, *rest = given
+    learner = q.clone().requires_grad_()
+    plan = numbaflash.plan_decode(*given)
+    for wrong, told in (
+        (q.half(), "dtype"),
+        (q[:, :, :1], "shape"),
+        (learner, "takes part in automatic differentiation"),
+        (torch._neg_view(q), "pending negation"),
+        (torch.nn.Parameter(q), "takes part in automatic differentiation"),
+    ):
+        for _ in range(2):
+            with pytest.raises(ValueError, match=told):
+                plan.run(wrong, *rest)
+    with torch.no_grad():
+        assert torch.equal(plan.run(learner, *rest), want)
+    with forward_ad.dual_level(), pytest.raises(ValueError, match="takes part in automatic differentiation"):
+        plan.run(forward_ad.make_dual(q, q), *rest)
+    turned = q.clone()
+    turned.transpose_(0, 1)
+    with pytest.raises(ValueError, match="shape|strides"):
+        plan.run(turned, *rest)
+    gone = q.clone()
+    gone.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="has no memory"):
+        plan.run(gone, *rest)
+    bytes_of = torch.empty(q.numel() * 4 + 4, dtype=torch.uint8)
+    uneven = bytes_of[4:].view(q.dtype).view(q.shape)
+    with pytest.raises(ValueError, match="address"):
+        plan.run(uneven, *rest)
+    assert torch.equal(plan.run(*given), want)
+    with pytest.raises(ValueError, match="page_table"):
+        plan.run(*(given[:4] if paged else [*given, torch.from_numpy(table)]))
+    monkeypatch.setattr(adapter, "_guards", lambda tensors: None)  # a torch without them
+    plan = numbaflash.plan_decode(*given)
+    assert plan._at is None and torch.equal(plan.run(*given), want)
+
+
+def test_a_plan_keeps_no_tensor_of_a_run():
+    torch = pytest.importorskip("torch")
+    given = [torch.from_numpy(x.copy()) for x in arrays()]
+    plan, q = numbaflash.plan_decode(*given), given[0].clone()
+    gone = weakref.ref(q)
+    plan.run(q, *given[1:])
+    del q
+    assert gone() is None
+
+
 def test_jax():
     import jax
     import jax.numpy as jnp
@@ -530,7 +599,7 @@ OTHER = {
     "dtype": (lambda a: {"v_cache": a["v_cache"].astype(np.float64)}, ValueError, "v_cache must have the planned dtype float32; got float64"),
     "dtype of lengths": (lambda a: {"seqlens_k": a["seqlens_k"].astype(np.int64)}, ValueError, "seqlens_k must have the planned dtype int32"),
     "no table": (lambda a: {"page_table": None}, ValueError, "page_table: the plan has one; got none"),
-    "a list": (lambda a: {"seqlens_k": [1, 2, 3]}, TypeError, "seqlens_k must be an array of NumPy, as planned; got list"),
+    "a list": (lambda a: {"seqlens_k": [1, 2, 3]}, TypeError, "seqlens_k must be an array of NumPy, CuPy, .*; got list"),
     "None": (lambda a: {"q": None}, ValueError, "q: the plan has one; got none"),
 }
 

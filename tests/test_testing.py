@@ -18,21 +18,26 @@ from numbaflash.testing import (
     Accuracy,
     AccuracyError,
     BackwardCase,
+    Cache,
     Case,
+    DecodeCase,
     Packed,
     Placement,
     WriteError,
     backward_problems,
     check_backward,
     check_forward,
+    decode_problems,
     expected,
     expected_gradients,
     problems,
     run_backward_case,
     run_case,
+    run_decode_case,
 )
+from numbaflash.testing.ahead import plan_of
 from numbaflash.testing.cases import taking_part, visible_pairs
-from numbaflash.testing.strategies import FEATURES, OF_SEQUENCES, PACKED
+from numbaflash.testing.strategies import FEATURES, OF_DECODING, OF_SEQUENCES, PACKED
 from numbaflash.testing.values import RECIPES, decode, encode, rounded
 
 
@@ -1071,6 +1076,296 @@ def test_fuzz_of_packed_sequences(tmp_path):
     assert testing.replay(failure, file=text) == 0, "numbaflash itself computes it"
 
 
+# Decoding
+
+
+def own_decode(fault=""):
+    """A kernel of one's own that decodes, in float64; ``fault`` plants a mistake."""
+
+    def kernel(q, k, v, *, seqlens_k, page_table=None, scale, causal, window, softcap=None, alibi_slopes=None, sinks=None):
+        dtype, k_rows, v_rows = q.dtype, k, v
+        q, k_rows, v_rows = (np.asarray(x).astype(np.float64) for x in (q, k, v))
+        out, lse = np.zeros((*q.shape[:3], v.shape[3])), np.full((q.shape[0], q.shape[2], q.shape[1]), -np.inf)
+        scale = q.shape[3] ** -0.5 if scale is None else scale
+        left, right = (None, None) if window is None else window
+        right = right if not causal else 0 if right is None else min(right, 0)
+        for b, h in np.ndindex(q.shape[0], q.shape[2]):
+            if page_table is None:
+                keys, values = k_rows[b], v_rows[b]
+            else:
+                table = page_table[b].astype(np.int64)
+                table = np.clip(table, 0, len(k) - 1) if fault != "modulo" else table % max(len(k), 1)
+                table = np.sort(table) if fault == "order" else np.roll(table, b) if fault == "table" else table
+                keys, values = (x[table if len(k) else table[:0]].reshape(-1, *x.shape[2:]) for x in (k_rows, v_rows))
+            length = min(max(int(seqlens_k[b]), 0), len(keys))
+            end = min(len(keys), length + (fault == "slot")) - (fault == "key" and length > 1)
+            keys, values = (x[:end, h // max(1, q.shape[2] // k.shape[2])] for x in (keys, values))
+            j = np.arange(end)
+            for i in range(q.shape[1]):
+                place = i if causal == "top_left" else i - q.shape[1] + (length if fault != "place" else k_rows.shape[1])
+                seen = (j >= place - left if left is not None else j >= 0) & (j <= place + right if right is not None else j >= 0)
+                score = scale * (keys[seen] @ q[b, i, h])
+                if softcap and fault != "softcap":
+                    score = softcap * np.tanh(score / softcap)
+                if alibi_slopes is not None:
+                    slope = alibi_slopes[(b, h) if alibi_slopes.ndim > 1 else h]
+                    score = score - float(slope) * abs(place + (fault == "alibi") * (length > 0) - j[seen])
+                sink = -np.inf if sinks is None or (fault == "sink" and not len(score)) else float(sinks[h])
+                top = max(score.max(initial=-np.inf), sink) if not np.isnan(score).any() else np.nan
+                top = 0.0 if top == -np.inf else top
+                p = np.exp(score - top)
+                total = p.sum() + np.exp(sink - top)
+                if total or fault == "empty":
+                    out[b, i, h], lse[b, h, i] = p @ values[seen] / total, top + np.log(total)
+        return out.astype(dtype), lse
+
+    def quiet(*arrays, **options):
+        with np.errstate(all="ignore"):
+            return kernel(*arrays, **options)
+
+    return quiet
+
+
+def decode_case(**changes):
+    plain = {"dtype": "float32", "seqlen_k": 48, "heads": 4, "kv_heads": 2, "head_dim": 8, "head_dim_v": 8, "hidden": "nan"}
+    cache = Cache((48, 0, 21, 5), page_size=4, order="random", shared=2, spare=3)
+    return DecodeCase(**(plain | {"cache": cache} | changes))
+
+
+DECODING_FAULTS = {
+    "order": {},
+    "table": {},
+    "slot": {},
+    "key": {},
+    "empty": {},
+    "modulo": {"cache": Cache((48, 40), page_size=4, spare=2, wrong=True), "hidden": "finite"},
+    "place": {"seqlen_q": 3, "causal": True},
+    "softcap": {"softcap": 0.25},
+    "alibi": {"alibi_shape": (4,), "seqlen_q": 2, "causal": True},
+    "sink": {"with_sinks": True},
+}
+
+
+@pytest.mark.parametrize("fault", DECODING_FAULTS)
+def test_faults_in_decoding_are_caught(fault):
+    case = decode_case(**DECODING_FAULTS[fault])
+    accuracy = run_decode_case(case, kernel=own_decode())
+    assert accuracy.out < 1 and accuracy.lse < 1
+    with pytest.raises(AccuracyError):
+        run_decode_case(case, kernel=own_decode(fault))
+
+
+@settings(max_examples=60)
+@given(decode_problems(max_seqlen=60, work=2**10, options=OF_DECODING))
+def test_the_rule_lets_honest_decoding_pass(case):
+    run_decode_case(case, kernel=own_decode())
+
+
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_decoding_in_other_libraries(library):
+    pytest.importorskip(library)
+    run_decode_case(decode_case(latent=True, num_splits=3), family="cpu", library=library)
+
+
+@settings(max_examples=60)
+@given(decode_problems(max_seqlen=40, work=2**9, options=OF_DECODING))
+def test_decode_cases(case):
+    """They survive JSON and repr, lie as they say, and hold what they say in slots and entries that are used and that are not."""
+    assert DecodeCase.from_json(case.to_json()) == case and eval(repr(case)) == case
+    compile(case.snippet(family="cpu"), "snippet", "exec")
+    operands = testing.Operands(case)
+    for name in case.present:
+        array = operands.arrays[name] if name != "v" else case.keys_and_values(operands.arrays)[1]
+        _, strides = case.place_of(name)
+        assert array.shape == case.shape_of(name) and (not array.size or array.strides == strides or 1 in array.shape)
+    cache, options = case.cache, case.given_options(operands.memory)
+    assert options["seqlens_k"].tolist() == list(cache.lengths)
+    if cache.page_size is not None:
+        pages, counts = cache.pages(case.seqlen_k), cache.counts(case.seqlen_k)
+        used = [row[:count].astype(int).tolist() for row, count in zip(options["page_table"], counts, strict=True)]
+        if not cache.wrong:
+            assert all(0 <= page < pages for row in used for page in row)
+            own = [page for row in used for page in row[cache.shared :]]
+            assert len(set(own)) == len(own), "what is not shared is a sequence's own"
+            assert all(a == b for row in used for a, b in zip(row[: cache.shared], max(used, key=len), strict=False))
+            assert pages == len({page for row in used for page in row}) + cache.spare
+    _, keys = taking_part(case.problem, **options)
+    strides = operands.memory["k"].strides
+    if case.hidden == "nan" and case.values != "nan" and 0 not in strides[:3] and not case.problem.is_empty:
+        hidden = np.isnan(operands.memory["k"].decoded())
+        assert (hidden == ~keys[..., None]).all(), "NaN wherever no query looks, and nowhere else"
+
+
+def test_what_takes_part_in_pages():
+    """The same slots as in contiguous caches, found through the table."""
+    case = decode_case(seqlen_q=2, causal=True, window=(9, None))
+    options = case.given_options(case.memory())
+    queries, keys = taking_part(case.problem, **options)
+    table = options.pop("page_table").astype(int)
+    flat = dataclasses.replace(case, cache=Cache(case.cache.lengths))
+    want_queries, want_keys = taking_part(flat.problem, **options)
+    np.testing.assert_array_equal(queries, want_queries)
+    found = np.zeros_like(keys)
+    for b, n in np.ndindex(4, 12):
+        if 4 * n < case.cache.lengths[b]:
+            found[table[b, n]] |= want_keys[b, 4 * n : 4 * n + 4]
+    np.testing.assert_array_equal(keys, found)
+    assert keys.any() and not keys.all()
+
+
+def test_values_that_spread_in_pages_stay_with_their_sequence():
+    case = decode_case(cache=Cache((48, 0, 21, 5), page_size=4, spare=1), hidden="finite")
+    memory = case.memory()
+    options = case.given_options(memory)
+    q, k, v = (memory[name].decoded() for name in "qkv")
+    v[12, 1, 1, 3] = np.nan  # slot 1 of the first page of the third sequence
+    assert options["page_table"][2, 0] == 12
+    free = testing.spread_nonfinite(expected(case.problem, q, k, v, **options), case.problem, v, **options).out_free
+    assert np.argwhere(free).tolist() == [[2, 0, 2, 3], [2, 0, 3, 3]]
+
+
+def test_plans_of_decode_cases():
+    plan = plan_of(decode_case(num_splits=2), dispatch.CPU, "cpu", "numpy")
+    assert (plan.family, plan.direction) == ("cpu", "decode") and plan.problem.paged
+    latent = decode_case(latent=True, head_dim=16, k=Placement(pad=(0, 0, 0, 3)))
+    assert latent.place_of("v") == latent.place_of("k") and latent.place_of("v")[1] == (4 * 2 * 19 * 4, 2 * 19 * 4, 19 * 4, 4)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"mask_shape": (1, 48)}, "mask_shape must be None in decoding"),
+        ({"lengths_k": "full"}, "lengths_k must be None in decoding"),
+        ({"dropout": 0.5}, "dropout must be 0 in decoding"),
+        ({"seqlen_k": 47}, "seqlen_k, the capacity, must be a multiple of page_size, 4; got 47"),
+        ({"latent": True, "head_dim_v": 9}, "head_dim_v must be at most head_dim"),
+        ({"num_splits": 0}, "num_splits must be from 1 to 256"),
+    ],
+)
+def test_fields_of_decode_cases_are_checked(fields, message):
+    with pytest.raises(ValueError, match=message):
+        decode_case(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"page_size": 0}, "page_size must be at least 1, or None; got 0"),
+        ({"page_size": 4, "order": "sorted"}, "order must be one of ascending, descending, random; got 'sorted'"),
+        ({"page_size": 4, "spare": -1}, "shared and spare must not be negative"),
+        ({"shared": 1}, "only caches in pages have an order"),
+    ],
+)
+def test_caches_of_cases_are_checked(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Cache((3, 4), **fields)
+
+
+def test_decode_results_are_watched(monkeypatch):
+    """`numbaflash.decode` replaced by one that is wrong in what it writes, and in what its parts make."""
+    import numbaflash
+
+    case, calls = decode_case(out=Placement(pad=(0, 0, 0, 4)), num_splits=3), []
+
+    def decoding(change):
+        def run(q, k, v, *, out, lse, return_lse, num_splits, **options):
+            calls.append(num_splits)
+            out[...], lse[...] = own_decode()(q, k, v, **options)
+            change(k, out, lse)
+            return out, lse
+
+        return run
+
+    def input_written(k, out, lse):
+        ctypes.c_float.from_address(k.ctypes.data).value += 1
+
+    def past_the_row(k, out, lse):
+        np.lib.stride_tricks.as_strided(out, (*out.shape[:-1], 9), out.strides)[0, 0, 0, -1] = 7
+
+    def sum_of_parts(k, out, lse):
+        lse += np.log(2)
+
+    monkeypatch.setattr(numbaflash, "decode", decoding(lambda *_: None))
+    run_decode_case(case)
+    assert calls == [3]
+    for message, change in (
+        ("1 elements .* of k, which must stay", input_written),
+        ("outside out .* were written", past_the_row),
+        ("lse", sum_of_parts),
+    ):
+        monkeypatch.setattr(numbaflash, "decode", decoding(change))
+        with pytest.raises(AssertionError, match=message):
+            run_decode_case(decode_case(out=Placement(pad=(0, 0, 0, 4)), num_splits=3, hidden="finite"))
+
+
+def test_strategies_draw_caches():
+    """Each kind that decoding has is drawn, and only the options asked for."""
+    seen = set()
+
+    @settings(max_examples=150)
+    @given(decode_problems(max_seqlen=40, work=2**8, options=("sinks",)))
+    def note(case):
+        cache = case.cache
+        seen.update({"pages" if cache.page_size else "contiguous", cache.order, f"{case.num_splits} parts", *case.problem.features})
+        seen.update({"shared"} if cache.shared else ())
+        seen.update({"wrong"} if cache.wrong else ())
+        seen.update({"latent"} if case.latent else ())
+        seen.update({"tokens"} if case.seqlen_q > 1 else ())
+        seen.update({"empty"} if 0 in cache.lengths else ())
+        seen.update({"outside"} if any(not 0 <= n <= case.seqlen_k for n in cache.lengths) else ())
+        seen.update({"head dim of a latent cache"} if case.head_dim > 256 else ())
+
+    note()
+    kinds = {"pages", "contiguous", "ascending", "descending", "random", "None parts", "3 parts", "256 parts", "shared", "wrong", "latent", "tokens"}
+    assert seen >= kinds | {"empty", "outside", "head dim of a latent cache", "sinks", "seqlens_k", "page_table"}, seen
+    assert not seen & {"softcap", "alibi_slopes"}
+
+    @given(decode_problems(options=("sinks", "packed", "bias")))
+    def wrong(case):
+        raise AssertionError("no case can be drawn")
+
+    with pytest.raises(ValueError, match="options must be of alibi_slopes, softcap, sinks in decoding; got bias, packed"):
+        wrong()
+
+
+def test_fuzz_of_decoding(tmp_path, monkeypatch):
+    """The cpu family passes; an error planted in `numbaflash.decode` is found, made small, and fails again from the file."""
+    import numbaflash
+
+    failure, text = tmp_path / "failure.json", io.StringIO()
+    only = {"direction": "decode", "family": "cpu", "dtypes": ("float32",), "head_dims": (8,), "max_seqlen": 40, "work": 2**9, "file": text}
+    assert testing.fuzz(0.08, seed=1, failure=failure, **only) == 0, text.getvalue()
+    assert text.getvalue().startswith("fuzz: decode, cpu, numpy, seed 1") and "no case failed" in text.getvalue()
+
+    right = numbaflash.decode
+
+    def reads_pages_in_order(q, k, v, *, page_table=None, **options):
+        return right(q, k, v, page_table=None if page_table is None else np.sort(page_table, 1), **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(numbaflash, "decode", reads_pages_in_order)
+        assert testing.fuzz(1, seed=1, failure=failure, **only) == 1, text.getvalue()
+        assert testing.replay(failure, file=text) == 1
+    case, recorded = testing.load(failure)
+    assert isinstance(case, DecodeCase) and recorded["error"].startswith("AccuracyError: ") and case.cache.page_size and case.heads == 1
+    assert "from numbaflash.testing import DecodeCase, Cache, Placement, run_decode_case" in text.getvalue() and repr(case) in text.getvalue()
+    assert f"numbaflash fuzz --family cpu --replay {failure}" in text.getvalue()
+    assert testing.replay(failure, file=text) == 0, "numbaflash itself computes it"
+
+
+def test_fuzz_of_a_kernel_that_decodes(tmp_path):
+    failure, text = tmp_path / "failure.json", io.StringIO()
+    only = {"direction": "decode", "library": "numpy", "dtypes": ("float32",), "head_dims": (8,), "max_seqlen": 30, "work": 2**8, "file": text}
+    assert testing.fuzz(0.03, seed=1, kernel=own_decode(), options=OF_DECODING, failure=failure, **only) == 0, text.getvalue()
+    assert testing.fuzz(0.5, seed=1, kernel=own_decode("empty"), failure=failure, **only) == 1
+    case, _ = testing.load(failure)
+    assert len(case.cache.lengths) == 1 and case.seqlen_q == 1, "small"
+    assert testing.replay(failure, kernel=own_decode("empty"), file=text) == 1
+    assert testing.replay(failure, kernel=own_decode(), file=text) == 0
+    with pytest.raises(ValueError, match="options must be of alibi_slopes, softcap, sinks in decoding; got mask"):
+        testing.fuzz(0.1, kernel=own_decode(), options=("mask",), failure=failure, **only)
+
+
 def own_with_options(fault=""):
     """Kernels of one's own that take options by keyword."""
 
@@ -1197,8 +1492,8 @@ def test_fuzz_of_both_directions(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"direction": "sideways"}, "direction must be one of forward, backward, both; got 'sideways'"),
-        ({"direction": "both", "library": "numpy", "kernel": print}, 'direction must be "forward" or "backward" for a kernel of your own'),
+        ({"direction": "sideways"}, "direction must be one of forward, backward, both, decode; got 'sideways'"),
+        ({"direction": "both", "library": "numpy", "kernel": print}, 'direction must be "forward", "backward" or "decode" for a kernel of your own'),
         ({"direction": "backward", "library": "jax"}, "library must not be jax for gradients"),
     ],
 )

@@ -94,6 +94,18 @@ def _differentiated(x) -> bool:
     return getattr(forward_ad, "_current_level", -1) >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
+def _guards(tensors):
+    """A function that tells in one call whether other tensors have the type, dtype, device, shape, strides and dispatch keys of these, and want a
+    derivative as these do: torch.compile guards its code with it. None where this version of torch has another one."""
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        check = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        return check if check(*tensors) is True else None
+    except (ImportError, TypeError, RuntimeError):
+        return None
+
+
 class Torch(Library):
     name = "PyTorch"
     namespace = torch
@@ -176,6 +188,28 @@ class Torch(Library):
             return 0
 
         return address
+
+    def same_kinds(self, arrays):
+        *four, last = arrays  # those of decoding, of which only the page table may be absent
+        given = four if last is None else arrays
+        check = None if any(x.is_neg() or _differentiated(x) for x in given) else _guards(given)
+        if check is None or not hasattr(forward_ad, "_current_level"):
+            return None
+        alignments = [x.data_ptr() & 15 for x in given]
+
+        def addresses(a, b, c, d, e):
+            if e is None or not check(a, b, c, d, e) or forward_ad._current_level >= 0:
+                return None
+            found = a.data_ptr(), b.data_ptr(), c.data_ptr(), d.data_ptr(), e.data_ptr()
+            return found if all(found) and [at & 15 for at in found] == alignments else None
+
+        def addresses_of_four(a, b, c, d, e):
+            if e is not None or not check(a, b, c, d) or forward_ad._current_level >= 0:
+                return None
+            found = a.data_ptr(), b.data_ptr(), c.data_ptr(), d.data_ptr()
+            return (*found, 0) if all(found) and [at & 15 for at in found] == alignments else None
+
+        return addresses_of_four if last is None else addresses
 
     def describe(self, x, name):
         self.check(x, name)

@@ -9,11 +9,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..dispatch import FAMILIES
-from ..problem import DTYPES, FEATURES
+from ..problem import DECODE_FEATURES, DTYPES, FEATURES
 from .errors import CommandError, reported
 
 OPTIONS = (*FEATURES, "packed")
 """What may be drawn, as `numbaflash.testing.problems` calls it."""
+
+OF_DECODING = tuple(name for name in FEATURES if name in DECODE_FEATURES and name != "seqlens_k")
+"""The same of `numbaflash.testing.decode_problems`, whose lengths are always there."""
 
 
 def add_parser(commands) -> argparse.ArgumentParser:
@@ -28,7 +31,9 @@ def add_parser(commands) -> argparse.ArgumentParser:
     parser.add_argument("--library", help="array library to call through (default: the quickest that reaches a GPU, else numpy)")
     parser.add_argument("--device", type=int, default=0, metavar="INDEX", help="CUDA device (default: %(default)s)")
     search = parser.add_argument_group("search")
-    search.add_argument("--direction", choices=("forward", "backward", "both"), help="attention, its gradients, or both (default: forward)")
+    search.add_argument(
+        "--direction", choices=("forward", "backward", "both", "decode"), help="attention, its gradients, both, or decoding (default: forward)"
+    )
     search.add_argument("--seed", type=int, help="of the search, to repeat it (default: drawn and printed)")
     search.add_argument("--dtype", action="append", choices=DTYPES, help="only this element type; may be given several times")
     search.add_argument("--head-dim", action="append", type=int, help="only this head dim; may be given several times")
@@ -36,7 +41,8 @@ def add_parser(commands) -> argparse.ArgumentParser:
         "--option",
         action="append",
         choices=("all", *OPTIONS),
-        help="about half of the cases have this option, or are packed sequences; may be given several times (default: none of them)",
+        help="about half of the cases have this option, or are packed sequences; may be given several times (default: none of them); "
+        f"decoding has {', '.join(OF_DECODING)}, and always draws caches with and without pages",
     )
     search.add_argument("--max-seqlen", type=int, help="longest sequence (default: 400)")
     search.add_argument("--failure", metavar="FILE", help="where a failing case goes (default: numbaflash-fuzz.json)")
@@ -59,7 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
         if getattr(arguments, option) is not None
     }
     if arguments.option is not None:
-        chosen["options"] = OPTIONS if "all" in arguments.option else tuple(arguments.option)
+        every = OF_DECODING if arguments.direction == "decode" else OPTIONS
+        chosen["options"] = every if "all" in arguments.option else tuple(arguments.option)
     with reported():
         from .. import testing
 

@@ -6,15 +6,17 @@ Needs NumPy alone, except the strategies and `fuzz`, which need Hypothesis (``pi
     One problem with everything that decides a run; plain data, the same bits everywhere.
 `BackwardCase`
     The same for gradients.
+`DecodeCase`, `Cache`
+    The same for decoding, and how the keys of its sequences lie in the caches: contiguous, or in pages.
 `Packed`
     The sequences of a case that is packed.
-`run_case`, `run_backward_case`
+`run_case`, `run_backward_case`, `run_decode_case`
     Run a case on a kernel family, in an array library, or through your own kernel, and check everything.
 `expected`, `check_forward`, `compare`, `spread_nonfinite`
     Exact results and the accuracy rule, which `numbaflash.testing.accuracy` states.
 `expected_gradients`, `check_backward`, `compare_gradients`
     The same for gradients.
-`problems`, `backward_problems`, `problems_for`, `placements`
+`problems`, `backward_problems`, `decode_problems`, `problems_for`, `placements`
     Hypothesis strategies of cases, and of the layouts in them. Masks, biases, packed sequences and the like are drawn when ``options`` asks for them.
 `fuzz`, `replay`
     Random search on the present machine (``numbaflash fuzz`` on the command line), and a failing case run again.
@@ -40,14 +42,14 @@ from .accuracy import (
     compare,
     compare_gradients,
 )
-from .cases import BackwardCase, Case, Memory, Packed, Placement
+from .cases import BackwardCase, Cache, Case, DecodeCase, Memory, Packed, Placement
 from .exact import Expected, ExpectedGradients, expected, expected_gradients, spread_nonfinite
 from .fuzzing import fuzz, load, replay
 from .libraries import LIBRARIES, Operands, gpu_libraries, to_float64
-from .runner import WriteError, run_backward_case, run_case
+from .runner import WriteError, run_backward_case, run_case, run_decode_case
 from .values import HIDDEN, RECIPES, SENTINEL, rounded
 
-_STRATEGIES = ("backward_problems", "placements", "problems", "problems_for")
+_STRATEGIES = ("backward_problems", "decode_problems", "placements", "problems", "problems_for")
 
 __all__ = [
     "HIDDEN",
@@ -57,7 +59,9 @@ __all__ = [
     "Accuracy",
     "AccuracyError",
     "BackwardCase",
+    "Cache",
     "Case",
+    "DecodeCase",
     "Expected",
     "ExpectedGradients",
     "GradientAccuracy",
@@ -79,6 +83,7 @@ __all__ = [
     "rounded",
     "run_backward_case",
     "run_case",
+    "run_decode_case",
     "spread_nonfinite",
     "to_float64",
     *_STRATEGIES,

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from ..arrays import Facts
-from ..call import plan_backward_call, plan_call
+from ..call import plan_backward_call, plan_call, plan_decode_call
 from ..dispatch import Device, Plan, contiguous_strides, use_family
-from ..problem import ITEMSIZE, UnsupportedError
-from .cases import GUARD, Case
+from ..problem import UnsupportedError
+from .cases import Case
 from .libraries import laid_out
 
 
 def plan_of(case: Case, device: Device, family: str | None = None, library: str = "torch-cuda") -> Plan:
-    """The plan that `run_case` or `run_backward_case` will use, without any array.
+    """The plan that `run_case`, `run_backward_case` or `run_decode_case` will use, without any array.
 
     Raises
     ------
@@ -20,7 +20,7 @@ def plan_of(case: Case, device: Device, family: str | None = None, library: str 
     """
     case, problem, facts = laid_out(case, library), case.problem, {}
     absent = () if case.give_out else case.results
-    if case.direction == "forward" and not case.return_lse:
+    if case.direction != "backward" and not case.return_lse:
         absent = (*absent, "lse")
     for name in case.present:
         if name not in absent:
@@ -28,13 +28,13 @@ def plan_of(case: Case, device: Device, family: str | None = None, library: str 
                 shape = problem.shape_of("block_mask")
                 facts["block_mask"] = Facts(256, shape, contiguous_strides(shape, 4), "int32", device.kind, device.index)
                 continue
-            dtype, shape = problem.dtype_of(name), case.shape_of(name)
-            _, first, strides = getattr(case, name).resolve(shape)
-            itemsize = ITEMSIZE[dtype]
-            facts[name] = Facts((GUARD + first) * itemsize, shape, tuple(s * itemsize for s in strides), dtype, device.kind, device.index)
+            address, strides = case.place_of(name)
+            facts[name] = Facts(address, case.shape_of(name), strides, problem.dtype_of(name), device.kind, device.index)
     with use_family(family):
         if case.direction == "forward":
             return plan_call(problem, facts, case.return_lse, device)
+        if case.direction == "decode":
+            return plan_decode_call(problem, facts, case.return_lse, case.num_splits, device)
         return plan_backward_call(problem, facts, case.needs, case.deterministic, device)
 
 
@@ -44,7 +44,7 @@ def build(cases, device: Device, family: str | None = None, library: str = "torc
 
     plans = []
     for case in cases:
-        if not (case.problem.is_empty if case.direction == "forward" else case.problem.sees_nothing or not case.needs):
+        if not (case.problem.sees_nothing or not case.needs if case.direction == "backward" else case.problem.is_empty):
             try:
                 plans.append(plan_of(case, device, family, library))
             except UnsupportedError:

@@ -23,11 +23,15 @@ from ..problem import (
     DIFFERENTIABLE_OPTIONS,
     DTYPES,
     FORWARD_OPTIONS,
+    ITEMSIZE,
     LENGTH_DTYPES,
     NEEDS,
     PACKED,
+    PAGE_TABLE,
     Problem,
     check_needs,
+    check_num_splits,
+    make_decode_problem,
     make_packed_problem,
     make_problem,
 )
@@ -53,6 +57,9 @@ from .values import (
 
 ARRAYS = (*(name for name in FORWARD_OPTIONS if name != "block_mask"), *PACKED)
 """Options and boundaries that a caller has as arrays."""
+
+ORDERS = ("ascending", "descending", "random")
+"""Of the pages that sequences take."""
 
 GUARD = 64  # elements before and after every operand, watched for stray writes
 
@@ -210,11 +217,90 @@ class Packed:
     @classmethod
     def from_json(cls, data: dict) -> Packed:
         """Of what `dataclasses.asdict` makes, as JSON returns it."""
+        return cls(**{name: _tuples(x) for name, x in data.items()})
 
-        def fixed(x):
-            return tuple(map(fixed, x)) if isinstance(x, list) else x
+    def __repr__(self) -> str:
+        return _short_repr(self)
 
-        return cls(**{name: fixed(x) for name, x in data.items()})
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """How the keys of the sequences of a `DecodeCase` lie in its caches.
+
+    Attributes
+    ----------
+    lengths : tuple of int
+        What ``seqlens_k`` holds: a length a sequence, 0 too, negative, or beyond the capacity.
+    page_size : int or None
+        Keys of a page; None for contiguous caches.
+    order : str
+        Of the pages that the sequences take one after the other: one of `ORDERS`.
+    shared : int
+        Pages that all sequences begin with, as far as they have them.
+    spare : int
+        Pages that no sequence has.
+    wrong : bool
+        Some of the page numbers in use are none, and so count as the nearest one.
+
+    Examples
+    --------
+    >>> cache = Cache((40, 0, 20), page_size=16, shared=1, spare=3)
+    >>> cache.counts(64), cache.pages(64)
+    ((3, 0, 2), 7)
+    """
+
+    lengths: tuple[int, ...] = (64,)
+    page_size: int | None = None
+    order: str = "ascending"
+    shared: int = 0
+    spare: int = 0
+    wrong: bool = False
+
+    def __post_init__(self):
+        if self.order not in ORDERS:
+            raise ValueError(f"order must be one of {', '.join(ORDERS)}; got {self.order!r}")
+        if self.page_size is not None and self.page_size < 1:
+            raise ValueError(f"page_size must be at least 1, or None; got {self.page_size}")
+        if min(self.shared, self.spare) < 0:
+            raise ValueError(f"shared and spare must not be negative; got {self!r}")
+        if self.page_size is None and (self.order, self.shared, self.spare, self.wrong) != (ORDERS[0], 0, 0, False):
+            raise ValueError(f"only caches in pages have an order of them, shared, spare and wrong ones; got {self!r}")
+
+    @property
+    def batch(self) -> int:
+        """How many sequences there are."""
+        return len(self.lengths)
+
+    def counts(self, capacity: int) -> tuple[int, ...]:
+        """Pages of each sequence."""
+        return tuple(-(-min(max(n, 0), capacity) // self.page_size) for n in self.lengths)
+
+    def pages(self, capacity: int) -> int:
+        """Pages of the pool."""
+        counts = self.counts(capacity)
+        common = min(self.shared, max(counts, default=0))
+        return common + sum(max(0, n - common) for n in counts) + self.spare
+
+    def table(self, capacity: int, rng: np.random.Generator) -> np.ndarray:
+        """The page table; entries that nobody uses hold anything."""
+        counts, pages = self.counts(capacity), self.pages(capacity)
+        order = {"ascending": np.arange(pages), "descending": np.arange(pages)[::-1], "random": rng.permutation(pages)}[self.order]
+        wrong = np.array([-1, pages, 2**31 - 1, -(2**31)])
+        table = rng.choice(np.append(wrong, 0), (self.batch, capacity // self.page_size))
+        common = min(self.shared, max(counts, default=0))
+        first = common
+        for row, count in zip(table, counts, strict=True):
+            own = max(0, count - common)
+            row[:count] = [*order[:common][:count], *order[first : first + own]]
+            first += own
+            if self.wrong:
+                row[:count] = np.where(rng.random(count) < 0.25, rng.choice(wrong, count), row[:count])
+        return table
+
+    @classmethod
+    def from_json(cls, data: dict) -> Cache:
+        """Of what `dataclasses.asdict` makes, as JSON returns it."""
+        return cls(**{name: _tuples(x) for name, x in data.items()})
 
     def __repr__(self) -> str:
         return _short_repr(self)
@@ -413,6 +499,12 @@ class Case:
         name = operand if operand in ARRAYS else operand.removeprefix("d")
         return self._option_arrays[name][0] if name in ARRAYS else self.problem.shape_of(operand)
 
+    def place_of(self, operand: str) -> tuple[int, tuple[int, ...]]:
+        """(bytes from an address aligned to 64 to the first element, strides in bytes) of an operand."""
+        _, first, strides = getattr(self, operand).resolve(self.shape_of(operand))
+        itemsize = ITEMSIZE[self.problem.dtype_of(operand)]
+        return (GUARD + first) * itemsize, tuple(s * itemsize for s in strides)
+
     @property
     def results(self) -> tuple[str, ...]:
         """Operands that the call writes."""
@@ -439,11 +531,14 @@ class Case:
         self._fill_options(memory)
         queries, keys = taking_part(problem, **self.given_options(memory))
         shapes = [_distinct(memory[name]) for name in "qkv"]
-        as_batch = shapes if self.packed is None else [(1, *shape) for shape in shapes]
-        values = fill(self.values, self.dtype, np.random.default_rng(self.seed), *as_batch)
+        values = fill(self.values, self.dtype, np.random.default_rng(self.seed), *self._as_sequences(*shapes))
         for name, x, shape, rows in zip("qkv", values, shapes, (queries, keys, keys), strict=True):
             self._fill_input(memory[name], x.reshape(shape), ~rows[..., None])
         return memory
+
+    def _as_sequences(self, *shapes):
+        """Shapes of q, k and v with a batch axis."""
+        return shapes if self.packed is None else [(1, *shape) for shape in shapes]
 
     def given_options(self, memory) -> dict:
         """The options as `numbaflash.reference.forward` takes them, out of the memory of the case: the arrays decoded, and the seed of dropout."""
@@ -458,6 +553,10 @@ class Case:
         if self.as_blocks and "mask" in found:
             found["mask"] = BlockMask.from_mask(found["mask"], seqlen_q=self.seqlen_q, seqlen_k=self.seqlen_k)
         return found
+
+    def keys_and_values(self, arrays: dict) -> tuple:
+        """Keys and values as the caller hands them over, of the arrays of a case in any library."""
+        return arrays["k"], arrays["v"]
 
     def _fill_options(self, memory):
         rng = np.random.default_rng((self.seed, 2))
@@ -525,6 +624,8 @@ class Case:
                     data[name] = tuple(data[name])
             if data.get("packed") is not None:
                 data["packed"] = Packed.from_json(data["packed"])
+            if "cache" in data:
+                data["cache"] = Cache.from_json(data["cache"])
             return cls(**data)
         except (TypeError, AttributeError) as error:
             raise ValueError(f"not a case: {error}") from None
@@ -539,8 +640,9 @@ class Case:
 
     def snippet(self, *, family=None, library="numpy") -> str:
         """Python source that runs the case again."""
-        run = "run_case" if self.direction == "forward" else "run_backward_case"
-        names = ", ".join((type(self).__name__, *(("Packed",) if self.packed is not None else ()), "Placement", run))
+        run = {"forward": "run_case", "backward": "run_backward_case", "decode": "run_decode_case"}[self.direction]
+        further = ("Cache",) if self.direction == "decode" else ("Packed",) if self.packed is not None else ()
+        names = ", ".join((type(self).__name__, *further, "Placement", run))
         return f"from numbaflash.testing import {names}\n\n{run}({self!r}, family={family!r}, library={library!r})\n"
 
 
@@ -615,6 +717,126 @@ class BackwardCase(Case):
         return memory
 
 
+@dataclass(frozen=True, slots=True, repr=False)
+class DecodeCase(Case):
+    """A complete problem of `numbaflash.decode`, ready to be run.
+
+    The fields of a `Case` are meant as there, with three exceptions: ``seqlen_k`` is the capacity, a multiple of the page size where there are pages;
+    ``k`` and ``v`` are the layouts of the caches; there are as many sequences as ``cache`` has lengths, and ``batch`` has no meaning. There is no
+    mask, bias, dropout, recipe of lengths or packed sequence.
+
+    Attributes
+    ----------
+    cache : Cache
+    page_table : Placement
+    latent : bool
+        The values are the first part of the keys' memory, and have no layout of their own.
+    num_splits : int or None
+        As `numbaflash.decode` takes it.
+
+    Examples
+    --------
+    >>> case = DecodeCase(seqlen_q=1, seqlen_k=48, head_dim=8, head_dim_v=8, cache=Cache((40, 0), page_size=16))
+    >>> case.present
+    ('q', 'k', 'v', 'seqlens_k', 'page_table', 'out', 'lse')
+    >>> case.problem.k_shape, case.problem.max_pages
+    ((3, 16, 1, 8), 3)
+    """
+
+    direction: ClassVar[str] = "decode"
+    operands: ClassVar[tuple[str, ...]] = ("q", "k", "v", "alibi_slopes", "sinks", "seqlens_k", PAGE_TABLE, "out", "lse")
+
+    seqlen_q: int = 1
+    page_table: Placement = field(default_factory=Placement)
+    cache: Cache = field(default_factory=Cache)
+    latent: bool = False
+    num_splits: int | None = None
+
+    def __post_init__(self):
+        Case.__post_init__(self)
+        for name in ("mask_shape", "bias_shape", "lengths_q", "lengths_k", "packed"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} must be None in decoding; got {getattr(self, name)!r}")
+        if self.dropout:
+            raise ValueError(f"dropout must be 0 in decoding; got {self.dropout}")
+        if self.cache.page_size is not None and self.seqlen_k % self.cache.page_size:
+            raise ValueError(f"seqlen_k, the capacity, must be a multiple of page_size, {self.cache.page_size}; got {self.seqlen_k}")
+        if self.latent and self.head_dim_v > self.head_dim:
+            raise ValueError(f"head_dim_v must be at most head_dim where values are part of the keys; got {self.head_dim_v} and {self.head_dim}")
+        check_num_splits(self.num_splits)
+
+    @property
+    def problem(self) -> Problem:
+        """The validated problem; raises what `numbaflash.decode` would raise for it."""
+        size, batch = self.cache.page_size, self.cache.batch
+        rows = (batch, self.seqlen_k) if size is None else (self.cache.pages(self.seqlen_k), size)
+        return make_decode_problem(
+            (batch, self.seqlen_q, self.heads, self.head_dim),
+            (*rows, self.kv_heads, self.head_dim),
+            (*rows, self.kv_heads, self.head_dim_v),
+            (self.dtype,) * 3,
+            **self.options,
+            **self._option_arrays,
+        )
+
+    @property
+    def _option_arrays(self) -> dict:
+        batch, size = self.cache.batch, self.cache.page_size
+        found = {name: each for name, each in Case._option_arrays.fget(self).items() if name in ("alibi_slopes", "sinks")}
+        found["seqlens_k"] = ((batch,), self.lengths_dtype)
+        return found | ({} if size is None else {PAGE_TABLE: ((batch, self.seqlen_k // size), "int32")})
+
+    def shape_of(self, operand: str) -> tuple[int, ...]:
+        found = self._option_arrays.get(operand)
+        return self.problem.shape_of(operand) if found is None else found[0]
+
+    def place_of(self, operand: str) -> tuple[int, tuple[int, ...]]:
+        return Case.place_of(self, "k" if operand == "v" and self.latent else operand)
+
+    @property
+    def present(self) -> tuple[str, ...]:
+        return tuple(name for name in self.operands if name not in (*ARRAYS, PAGE_TABLE) or name in self._option_arrays)
+
+    @property
+    def work(self) -> int:
+        """Scores in the problem, those of slots without a key among them."""
+        return self.cache.batch * self.heads * self.seqlen_q * self.seqlen_k
+
+    def memory(self) -> dict[str, Memory]:
+        """The memory of every operand, as that of a `Case`. Slots that no query sees hold what `hidden` says."""
+        memory = Case.memory(self)
+        if self.latent:
+            k = memory["k"]
+            memory["v"] = Memory(k.dtype, k.bits, memory["v"].shape, k.first, k.strides)
+        return memory
+
+    def handed(self, arrays: dict) -> dict:
+        return {name: arrays[name] for name in self.option_arrays}
+
+    def keys_and_values(self, arrays: dict) -> tuple:
+        k = arrays["k"]
+        return k, k[..., : self.head_dim_v] if self.latent else arrays["v"]
+
+    def _as_sequences(self, *shapes):
+        """Pages are filled as one sequence, in the order in which they lie."""
+        q, *caches = shapes
+        return [q, *(x if self.cache.page_size is None else (1, x[0] * x[1], *x[2:]) for x in caches)]
+
+    def _fill_options(self, memory):
+        rng = np.random.default_rng((self.seed, 2))
+        for name in self.option_arrays:
+            shape = _distinct(memory[name])
+            if name == "alibi_slopes":
+                values = fill_slopes(rng, shape)
+            elif name == "sinks":
+                values = fill_sinks(rng, shape)
+            elif name == "seqlens_k":
+                values = np.array(self.cache.lengths, np.int64)
+            else:
+                values = self.cache.table(self.seqlen_k, rng)
+            self._fill_input(memory[name], values)
+
+
 def _distinct(memory):
     """Shape of the values that a strided operand can hold: 1 along an axis that repeats one element."""
     return tuple(1 if s == 0 else n for n, s in zip(memory.shape, memory.strides, strict=True))
@@ -642,11 +864,18 @@ def visible_pairs(problem: Problem, **options) -> np.ndarray:
 
 
 def taking_part(problem: Problem, **options) -> tuple[np.ndarray, np.ndarray]:
-    """Boolean (batch, seqlen_q, heads) and (batch, seqlen_k, kv_heads), or (total, heads) of packed sequences: queries that see a key, keys that a
-    query of their group sees."""
+    """Boolean (batch, seqlen_q, heads) and (batch, seqlen_k, kv_heads), or (total, heads) of packed sequences and (pages, page_size, kv_heads) of
+    paged caches: queries that see a key, keys that a query of their group sees."""
     if problem.packed:
         packing = reference.Packing.of(problem, reference.check_options(problem, _arrays(problem, options)))
         return tuple(packing.rows(x, name, False) for x, name in zip(taking_part(packing.padded, **packing.options), "qk", strict=True))
+    if problem.paged:
+        pages = reference.pages_of(problem, options[PAGE_TABLE])
+        contiguous = replace(problem, pages=0, page_size=0, max_pages=0)
+        queries, seen = taking_part(contiguous, **{name: x for name, x in options.items() if name != PAGE_TABLE})
+        keys = np.zeros(problem.k_shape[:3], bool)
+        np.logical_or.at(keys, pages, seen.reshape(*pages.shape, problem.page_size, problem.kv_heads))
+        return queries, keys
     if not {"mask", "seqlens_q", "seqlens_k"} & set(problem.options):
         queries, keys = touched(problem)
         return np.broadcast_to(queries[:, None], problem.q_shape[:3]), np.broadcast_to(keys[:, None], problem.k_shape[:3])
@@ -677,6 +906,11 @@ def _short_repr(x) -> str:
         if plain is MISSING or value != plain:
             shown.append(f"{f.name}={value!r}")
     return f"{type(x).__name__}({', '.join(shown)})"
+
+
+def _tuples(x):
+    """JSON's lists as the tuples that they were."""
+    return tuple(map(_tuples, x)) if isinstance(x, list) else x
 
 
 @cache

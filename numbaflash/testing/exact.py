@@ -129,6 +129,7 @@ def spread_nonfinite(known: Expected, problem: Problem, v, *, seed: int = 0, **o
     known : Expected
     problem : Problem
     v : array_like or torch.Tensor, (batch, seqlen_k, kv_heads, head_dim_v)
+        Of paged caches the pages; NumPy.
     seed, **options
         As `expected` takes them.
 
@@ -141,6 +142,9 @@ def spread_nonfinite(known: Expected, problem: Problem, v, *, seed: int = 0, **o
         (v,), (lse,) = padded.pad(v=v), padded.pad(lse=known.lse)
         spread = spread_nonfinite(Expected(None, lse, None, None), padded.problem, v, seed=seed, **padded.options)
         return known if spread.out_free is None else replace(known, out_free=padded.rows(spread.out_free, "q", False))
+    if problem.paged:
+        options = dict(options)
+        problem, v, _ = reference.without_pages(problem, v, v, options.pop(PAGE_TABLE))
     if problem.is_empty or not problem.seqlen_k:
         return known
     xp = sys.modules["torch"] if is_torch(known.lse) else np

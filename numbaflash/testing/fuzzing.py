@@ -14,11 +14,11 @@ from pathlib import Path
 from ..dispatch import FAMILIES
 from ..problem import DTYPES
 from . import ahead
-from .cases import BackwardCase, Case, Placement
+from .cases import BackwardCase, Case, DecodeCase, Placement
 from .libraries import LIBRARIES, device_of, gpu_libraries, numpy_dtype
-from .runner import run_backward_case, run_case
+from .runner import run_backward_case, run_case, run_decode_case
 
-DIRECTIONS = ("forward", "backward", "both")
+DIRECTIONS = ("forward", "backward", "both", "decode")
 REPORT_SECONDS = 5.0
 SHRINK_SECONDS = {"cpu": 60.0, "cuda": 180.0}  # a smaller case may need another kernel, which takes seconds to compile for a GPU
 ROUND = 200  # cases drawn with one Hypothesis seed, their GPU kernels built together
@@ -52,12 +52,12 @@ def fuzz(
     seed : int, optional
         Of the search, so that it can be repeated; drawn and printed when None.
     direction : str
-        "forward", "backward" or "both".
+        "forward", "backward", "both" of these, or "decode".
     library : str, optional
         One of `LIBRARIES`; by default the quickest one that reaches a GPU, NumPy without a GPU and for the cpu family. Not jax for gradients.
     kernel : callable, optional
-        Your own kernel of one direction to search instead of that of numbaflash, as `run_case` or `run_backward_case` takes it. Cases for which
-        it raises NotImplementedError are passed over.
+        Your own kernel of one direction to search instead of that of numbaflash, as `run_case`, `run_backward_case` or `run_decode_case` takes it.
+        Cases for which it raises NotImplementedError are passed over.
     device : int
         CUDA device ordinal.
     dtypes, head_dims : sequence, optional
@@ -65,7 +65,7 @@ def fuzz(
     max_seqlen, work : int, optional
         Bounds of a case, as `problems` takes them; ``work`` is 2**18 on the CPU and 2**21 on a GPU.
     options : sequence of str
-        Options that about half of the cases each have, as `problems` takes them; none by default.
+        Options that about half of the cases each have, as `problems` (for "decode" `decode_problems`) takes them; none by default.
     failure : str
         File for a failing case. While a case runs it stands in ``failure + ".running"``, which is left over when the process dies.
     file : text file, optional
@@ -90,10 +90,10 @@ def fuzz(
     if direction not in DIRECTIONS:
         raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}; got {direction!r}")
     library = _library(library, family)
-    if direction != "forward" and library == "jax":
-        raise ValueError('library must not be jax for gradients: numbaflash.backward takes no JAX arrays. Use direction="forward"')
+    if direction in ("backward", "both") and library == "jax":
+        raise ValueError('library must not be jax for gradients: numbaflash.backward takes no JAX arrays. Use direction="forward" or "decode"')
     if direction == "both" and kernel is not None:
-        raise ValueError('direction must be "forward" or "backward" for a kernel of your own; got "both"')
+        raise ValueError('direction must be "forward", "backward" or "decode" for a kernel of your own; got "both"')
     where = device_of(library, device)
     seed = random.SystemRandom().randrange(2**32) if seed is None else seed
     search = _Search(minutes, direction, family, library, kernel, where, failure, file or sys.stdout)
@@ -146,13 +146,14 @@ def replay(path, family: str | None = None, library: str | None = None, *, kerne
 
 
 def _run(case, *arguments, **options):
-    return (run_case if case.direction == "forward" else run_backward_case)(case, *arguments, **options)
+    run = {"forward": run_case, "backward": run_backward_case, "decode": run_decode_case}[case.direction]
+    return run(case, *arguments, **options)
 
 
 def load(path) -> tuple[Case, dict]:
     """The case in a failure file, and what else stands there (direction, family, library, error).
 
-    The JSON of a `BackwardCase` alone needs ``{"direction": "backward", "case": ...}`` around it.
+    The JSON of a `BackwardCase` alone needs ``{"direction": "backward", "case": ...}`` around it, that of a `DecodeCase` "decode".
     """
     try:
         data = json.loads(Path(path).read_text())
@@ -162,7 +163,7 @@ def load(path) -> tuple[Case, dict]:
         raise ValueError(f"{path} holds no case: expected a JSON object, got {type(data).__name__}")
     if "case" not in data:
         data = {"case": data}
-    kind = BackwardCase if data.get("direction") == "backward" else Case
+    kind = {"backward": BackwardCase, "decode": DecodeCase}.get(data.get("direction"), Case)
     return kind.from_json(json.dumps(data["case"])), data
 
 
@@ -196,7 +197,8 @@ def _strategy(direction, library, family, where, dtypes, head_dims, max_seqlen, 
         raise ValueError(f"dtypes must hold one that {library} has here; got {missing}")
     work = work or (2**18 if where.kind == "cpu" else 2**21)
     bounds = {"dtypes": tuple(dtypes), "head_dims": head_dims, "max_seqlen": max_seqlen, "work": work, "options": tuple(options)}
-    return st.one_of(*(problems_for(family, where, way, **bounds) for way in DIRECTIONS[:2] if direction in (way, "both")))
+    ways = ("forward", "backward") if direction == "both" else (direction,)
+    return st.one_of(*(problems_for(family, where, way, **bounds) for way in ways))
 
 
 class _Over(KeyboardInterrupt):
@@ -282,6 +284,10 @@ class _Search:
             "nan/inf hidden": case.hidden != "finite",
             "no keys": case.problem.rows_k == 0,
         }
+        if case.direction == "decode":
+            cache = case.cache
+            options |= {"several tokens": case.seqlen_q > 1, "empty sequences": 0 in cache.lengths, "shared pages": cache.shared > 0}
+            options |= {"latent": case.latent, "num_splits": case.num_splits is not None}
         self.seen.update(name for name, present in options.items() if present)
         self.seen.update(case.problem.features)
 

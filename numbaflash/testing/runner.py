@@ -9,7 +9,7 @@ import numpy as np
 from .. import dispatch
 from .accuracy import Accuracy, AccuracyError, GradientAccuracy, check_backward, check_forward
 from .ahead import plan_of
-from .cases import BackwardCase, Case
+from .cases import BackwardCase, Case, DecodeCase
 from .exact import Expected, ExpectedGradients, expected, expected_gradients, spread_nonfinite
 from .libraries import Operands, device_of, to_numpy
 from .values import SENTINEL
@@ -62,8 +62,12 @@ def run_case(
     UnsupportedError
         When no kernel (of the family) can compute the case.
     """
+    return _run(case, family, library, kernel, device, known)
+
+
+def _run(case, family, library, kernel, device, known):
     operands = Operands(case, library, device)
-    q, k, v = (operands.arrays[name] for name in "qkv")
+    q, k, v = operands.arrays["q"], *case.keys_and_values(operands.arrays)
     options = case.handed(operands.arrays)
     given = {}
     if kernel is None and case.give_out and "out" in operands.arrays:
@@ -80,6 +84,44 @@ def run_case(
     accuracy = check_forward(case, out, lse, known=known)
     _check_memory(operands, given)
     return accuracy
+
+
+def run_decode_case(
+    case: DecodeCase,
+    family: str | None = None,
+    library: str = "numpy",
+    *,
+    kernel: Callable | None = None,
+    device: int = 0,
+    known: Expected | None = None,
+) -> Accuracy:
+    """Run a case of decoding and check all that can be checked, as `run_case` does.
+
+    Parameters
+    ----------
+    case : DecodeCase
+    family : str, optional
+        Kernel family to force; None lets the dispatcher choose.
+    library : str
+        One of `LIBRARIES`.
+    kernel : callable, optional
+        ``kernel(q, k_cache, v_cache, seqlens_k=..., scale=..., causal=..., window=...)``, with ``page_table``, ``softcap``, ``alibi_slopes`` and
+        ``sinks`` by keyword where the case has them, returning ``out`` or ``(out, lse)``, checked instead of `numbaflash.decode`.
+    device : int
+        CUDA device ordinal for libraries on the GPU.
+    known : Expected, optional
+        What `expected` returns for this case, when it has been computed already.
+
+    Returns
+    -------
+    Accuracy
+
+    Raises
+    ------
+    AccuracyError, WriteError, UnsupportedError
+        As `run_case`.
+    """
+    return _run(case, family, library, kernel, device, known)
 
 
 def run_backward_case(
@@ -176,6 +218,8 @@ def _check_repeats(first, second):
 
 
 def _forward(case, q, k, v, more):
+    if case.direction == "decode":
+        more = more | {"num_splits": case.num_splits}
     return _own(case)(q, k, v, return_lse=case.return_lse, **case.options, **more)
 
 
@@ -185,7 +229,7 @@ def _expected(case, operands):
 
 def _exact(case, operands, name):
     """The values of an operand: where torch's GPU computes the reference, the array there."""
-    if operands.library == "torch-cuda" and case.work >= REFERENCE_ON_GPU:
+    if operands.library == "torch-cuda" and case.work >= REFERENCE_ON_GPU and case.direction != "decode":
         return operands.arrays[name]
     return operands.memory[name].decoded()
 
@@ -195,7 +239,7 @@ def _values_spread(case, family, library, device) -> bool:
     if case.problem.is_empty:
         return False
     plan = plan_of(case, device_of(library, device), family, library)
-    return getattr(dispatch.family(plan.family), "NONFINITE_VALUES_SPREAD", False)
+    return getattr(dispatch.family(plan.family, case.direction), "NONFINITE_VALUES_SPREAD", False)
 
 
 def _check_kind(case, given, q, out, lse):

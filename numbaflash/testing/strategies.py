@@ -11,9 +11,22 @@ except ImportError as error:
     raise ImportError("numbaflash.testing needs Hypothesis here: pip install hypothesis") from error
 
 from ..dispatch import CPU, family
-from ..problem import DIFFERENTIABLE_OPTIONS, DTYPES, ITEMSIZE, LENGTH_DTYPES, MAX_HEAD_DIM, MAX_SEQLEN, NEEDS, make_problem
+from ..problem import (
+    DIFFERENTIABLE_OPTIONS,
+    DTYPES,
+    ITEMSIZE,
+    LENGTH_DTYPES,
+    MAX_CACHE_HEAD_DIM,
+    MAX_HEAD_DIM,
+    MAX_NEW_TOKENS,
+    MAX_SEQLEN,
+    NEEDS,
+    PAGE_TABLE,
+    make_decode_problem,
+    make_problem,
+)
 from ..problem import PACKED as BOUNDARIES
-from .cases import BackwardCase, Case, Packed, Placement
+from .cases import ORDERS, BackwardCase, Cache, Case, DecodeCase, Packed, Placement
 from .values import BIASES, HIDDEN, LENGTHS, MASKS, RECIPES
 
 FEATURES = ("mask", "block_mask", "bias", "alibi_slopes", "softcap", "sinks", "dropout", "seqlens_q", "seqlens_k")
@@ -24,8 +37,13 @@ PACKED = "packed"
 
 OF_SEQUENCES = ("alibi_slopes", "softcap", "sinks", "dropout")
 
+OF_DECODING = ("alibi_slopes", "softcap", "sinks")
+"""Options that `decode_problems` draws when it is asked to."""
+
 EDGES = (15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 175, 176, 177, 191, 192, 193, 255, 256, 257)
 """Lengths around the tile sizes of the kernels."""
+
+PAGE_SIZES = (1, 2, 5, 16, 17, 32, 64, 100, 128, 256)
 
 HEAD_DIMS = (1, 2, 3, 8, 16, 17, 32, 40, 64, 72, 80, 96, 120, 128, 136, 160, 192, 200, 248, 255, 256)
 
@@ -201,7 +219,7 @@ def _wrong_boundary(total, dtype):
 def _features(draw, case, names):
     """The fields of a case that say which options it has, and what they hold."""
     fields = {}
-    batch = case.batch if case.packed is None else case.packed.batch
+    batch = (case.cache if case.direction == "decode" else case.packed or case).batch
     full = (batch, case.heads, case.seqlen_q, case.seqlen_k)
     for name in names:
         if name == "mask":
@@ -274,6 +292,116 @@ def backward_problems(draw, *, strided: bool = True, **options):
     return replace(case, **_layouts(draw, case, ("dout", "dlse", *case.results), broadcast=("dout", "dlse")))
 
 
+@st.composite
+def decode_problems(
+    draw,
+    *,
+    dtypes=DTYPES,
+    head_dims=None,
+    max_seqlen: int = 300,
+    work: int = 2**18,
+    values=RECIPES,
+    hidden=HIDDEN,
+    strided: bool = True,
+    empty: bool = True,
+    options=(),
+):
+    """Complete problems of decoding: contiguous caches and pages of any size, in any order, shared, spare and wrong ones; lengths of 0, of the
+    capacity and outside of it; one new token a sequence or several; any number of parts; values of their own or as a part of the keys.
+
+    Parameters
+    ----------
+    dtypes, values, hidden, strided, empty
+        As `problems` takes them.
+    head_dims : sequence of int, optional
+        All from 1 to 576 otherwise.
+    max_seqlen : int
+        Largest capacity.
+    work : int
+        Largest number of scores, batch * heads * seqlen_q * capacity.
+    options : sequence of str
+        Of "alibi_slopes", "softcap" and "sinks": each of them is there in about half of the cases.
+
+    Returns
+    -------
+    strategy of DecodeCase
+    """
+    _check_of_decoding(options)
+    every = st.one_of(st.sampled_from(HEAD_DIMS), st.integers(1, MAX_HEAD_DIM), st.sampled_from((257, 320, 512, 576)))
+    dims = every if head_dims is None else st.sampled_from(sorted(head_dims))
+    capacity = draw(lengths(min(max_seqlen, work)))
+    sizes = [n for n in PAGE_SIZES if n <= capacity]
+    page_size = draw(st.one_of(st.none(), st.sampled_from(sizes), st.integers(1, capacity)))
+    if page_size is not None:
+        capacity -= capacity % page_size
+    new = draw(st.one_of(st.just(1), st.integers(1, 8), st.integers(1, MAX_NEW_TOKENS)))
+    seqlen_q = min(new, max(1, work // capacity))
+    room = work // (seqlen_q * capacity)
+    kv_heads = draw(st.integers(1, max(1, min(4, room))))
+    group = draw(st.sampled_from([g for g in (1, 2, 3, 4, 5, 8, 16) if g == 1 or g * kv_heads <= room]))
+    heads = kv_heads * group
+    batch = draw(st.integers(1, max(1, min(5, room // heads))))
+    head_dim = draw(dims)
+    head_dim_v = head_dim if draw(st.integers(0, 2)) < 2 else draw(dims)
+    zero = draw(st.integers(0, 39)) if empty else 0
+    if zero == 39:
+        batch = 0
+    elif zero == 38:
+        seqlen_q = 0
+    elif zero == 37:
+        heads = 0
+    elif zero in (35, 36):
+        capacity = 0
+    lengths_dtype = draw(st.sampled_from(LENGTH_DTYPES))
+    case = DecodeCase(
+        dtype=draw(st.sampled_from(tuple(dtypes))),
+        seqlen_q=seqlen_q,
+        seqlen_k=capacity,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        scale=draw(scales()),
+        causal=draw(st.sampled_from((False, True, "top_left"))),
+        window=draw(windows(capacity)),
+        values=draw(st.sampled_from(tuple(values))),
+        hidden=draw(st.sampled_from(tuple(hidden))),
+        give_out=draw(st.booleans()),
+        return_lse=draw(st.sampled_from((True, True, False))),
+        seed=draw(st.integers(0, 2**16)),
+        lengths_dtype=lengths_dtype,
+        cache=draw(_caches(batch, capacity, page_size, lengths_dtype, empty)),
+        latent=head_dim_v <= head_dim and draw(st.integers(0, 3)) == 3,
+        num_splits=draw(st.sampled_from((None, None, 1, 2, 3, 7, 256))),
+    )
+    case = replace(case, **_features(draw, case, [name for name in OF_DECODING if name in options and draw(st.booleans())]))
+    if not strided:
+        return case
+    operands = [name for name in case.present if not (case.latent and name == "v")]
+    return replace(case, **_layouts(draw, case, operands, {*operands} - {"seqlens_k", PAGE_TABLE, *case.results}))
+
+
+def _check_of_decoding(options):
+    unknown = set(options) - set(OF_DECODING)
+    if unknown:
+        raise ValueError(f"options must be of {', '.join(OF_DECODING)} in decoding; got {', '.join(sorted(unknown))}")
+
+
+@st.composite
+def _caches(draw, batch, capacity, page_size, lengths_dtype, empty):
+    far = 2**40 if lengths_dtype == "int64" else 2**31 - 1
+    shortest = 0 if empty or not capacity else 1
+    usual = st.one_of(st.just(capacity), st.integers(shortest, capacity), st.integers(shortest, min(8, capacity)))
+    outside = st.sampled_from((-1, -far, capacity + 1, far))
+    length = st.integers(0, 9).flatmap(lambda n: outside if n == 9 and empty else usual)
+    found = tuple(draw(st.lists(length, min_size=batch, max_size=batch)))
+    if page_size is None:
+        return Cache(found)
+    shared = draw(st.one_of(st.just(0), st.integers(0, max(1, capacity // page_size))))
+    spare = draw(st.sampled_from((0, 0, 1, 3)))
+    return Cache(found, page_size, draw(st.sampled_from(ORDERS)), shared, spare, draw(st.integers(0, 7)) == 7)
+
+
 def _bounded(placement, shape):
     """The same layout without its gaps where they would take too much memory."""
     if placement.resolve(shape)[0] <= max(2**16, 3 * math.prod(shape)):
@@ -284,7 +412,7 @@ def _bounded(placement, shape):
 
 
 def problems_for(name: str | None, device=CPU, direction: str = "forward", **options):
-    """`problems`, or `backward_problems`, of the dtypes and head dims that a kernel family has on a device.
+    """`problems`, `backward_problems` or `decode_problems` of the dtypes and head dims that a kernel family has on a device.
 
     Parameters
     ----------
@@ -292,24 +420,31 @@ def problems_for(name: str | None, device=CPU, direction: str = "forward", **opt
         Family; None draws everything.
     device : numbaflash.dispatch.Device
     direction : str
-        "forward" or "backward".
+        "forward", "backward" or "decode".
     **options
-        As `problems` takes them.
+        As the strategy takes them.
 
     Raises
     ------
     ValueError
         When the family has nothing on this device; the message holds its reason.
     """
-    draw_from = problems if direction == "forward" else backward_problems
+    draw_from = {"forward": problems, "backward": backward_problems, "decode": decode_problems}[direction]
+    if direction == "decode":
+        _check_of_decoding(options.get("options", ()))  # at once, not with the first case
+    largest = MAX_CACHE_HEAD_DIM if direction == "decode" else MAX_HEAD_DIM
     if name is None:
         return draw_from(**options)
     dtypes, head_dims, reason = [], set(), ""
     for dtype in options.pop("dtypes", DTYPES):
         dims = []
-        for dim in range(1, MAX_HEAD_DIM + 1):
-            shape = (1, 1, 1, dim)
-            reasons = family(name, direction).supports(make_problem(shape, shape, shape, (dtype,) * 3), device)
+        for dim in range(1, largest + 1):
+            shapes = ((1, 1, 1, dim),) * 3
+            if direction == "decode":
+                problem = make_decode_problem(*shapes, (dtype,) * 3, seqlens_k=((1,), "int32"))
+            else:
+                problem = make_problem(*shapes, (dtype,) * 3)
+            reasons = family(name, direction).supports(problem, device)
             reason = reasons[0] if reasons else reason
             if not reasons:
                 dims.append(dim)
@@ -320,5 +455,5 @@ def problems_for(name: str | None, device=CPU, direction: str = "forward", **opt
         raise ValueError(f"family {name} can compute nothing on {device.name}: {reason}")
     if options.get("head_dims") is not None:
         head_dims &= set(options["head_dims"])
-    options["head_dims"] = sorted(head_dims) if len(head_dims) < MAX_HEAD_DIM else None
+    options["head_dims"] = sorted(head_dims) if len(head_dims) < largest else None
     return draw_from(dtypes=tuple(dtypes), **options)
