@@ -6,7 +6,7 @@ import os
 import threading
 from dataclasses import replace
 
-from .arrays import ITEMSIZE, LIBRARIES, contiguous_strides, one_library
+from .arrays import ITEMSIZE, LIBRARIES, contiguous_strides, in_torch_compile, one_library
 from .arrays import numpy as host
 from .arrays.streams import stream_handle
 from .call import MAX_CALLS, check_one_device, device_of
@@ -84,6 +84,11 @@ def append_kv(k_new, v_new, k_cache, v_cache, seqlens_k, page_table=None, *, q=N
     >>> bool((k_cache[4, 15] == k[0, 0]).all() and (k_cache[0, 0] == k[0, 1]).all() and (v_cache[2, 4] == v[1, 1]).all())
     True
     """
+    if in_torch_compile():
+        from .torch import decoding as compiled
+
+        more = {"q": q, "cos": cos, "sin": sin, "interleaved": interleaved, "stream": stream}
+        return compiled.append_kv(k_new, v_new, k_cache, v_cache, seqlens_k, page_table, **more)
     arrays = {"k_new": k_new, "v_new": v_new, "k_cache": k_cache, "v_cache": v_cache, "seqlens_k": seqlens_k}
     for name, x in arrays.items():
         if x is None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from . import recording
 from .api import forward, merge
-from .arrays import LIBRARIES, one_library
+from .arrays import LIBRARIES, in_torch_compile, one_library
 from .arrays import library as library_of
 from .call import aligned_workspace, apart_of, called, check_apart, decode_call, device_of, run
 from .dispatch import contiguous_strides
@@ -133,6 +133,12 @@ def decode(
     >>> bool(np.allclose(out[:1], nf.forward(q[:1], k, v), atol=1e-6))
     True
     """
+    if in_torch_compile():
+        from .torch import decoding as compiled
+
+        options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks}
+        more = {"return_lse": return_lse, "num_splits": num_splits, "out": out, "lse": lse, "stream": stream}
+        return compiled.decode(q, k_cache, v_cache, seqlens_k, page_table, **options, **more)
     if recording.active is not None and recording.is_outermost():
         return recording.noted(decode, locals())
     arrays = {"q": q, "k": k_cache, "v": v_cache, "seqlens_k": seqlens_k, "page_table": page_table}
@@ -517,12 +523,37 @@ def cascade(
     >>> bool(np.allclose(out, nf.decode(q, *flat, lengths + 50), atol=1e-6))
     True
     """
+    if in_torch_compile():
+        from .torch import decoding as compiled
+
+        options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks}
+        more = {"return_lse": return_lse, "num_splits": num_splits}
+        return compiled.cascade(q, k_prefix, v_prefix, k_cache, v_cache, seqlens_k, page_table, **options, **more)
     prefix = {"k_prefix": k_prefix, "v_prefix": v_prefix}
     cache = {"q": q, "k": k_cache, "v": v_cache, "seqlens_k": seqlens_k, "page_table": page_table, "sinks": sinks, "alibi_slopes": alibi_slopes}
     library = _library(cache | prefix)
     if library.lends:
         raise UnsupportedError(f"cascade takes arrays of NumPy, CuPy, PyTorch or JAX, whose axes it can rearrange; got arrays of {library.name}")
-    return_lse, (left, right) = check_flag("return_lse", return_lse), check_window(window)
+    return_lse, window = check_flag("return_lse", return_lse), check_cascade(causal, window, alibi_slopes)
+    if library.cascade is not None:
+        options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap, "sinks": sinks, "num_splits": num_splits}
+        return library.cascade(q, k_prefix, v_prefix, k_cache, v_cache, seqlens_k, page_table, return_lse=return_lse, **options)
+    shape, facts = library.describe(q, "q").shape, {name: library.describe(x, name) for name, x in prefix.items()}
+    check_axes("q", shape, "(batch, seqlen_q, heads, head_dim)")
+    check_prefix(facts, library.describe(k_cache, "k_cache"), library.describe(v_cache, "v_cache"))
+    batch, seqlen_q, heads, _ = shape
+    alike = {"scale": scale, "softcap": softcap, "return_lse": True}
+    rest = decode(q, k_cache, v_cache, seqlens_k, page_table, causal=causal, window=window, sinks=sinks, num_splits=num_splits, **alike)
+    rows = q.reshape(1, batch * seqlen_q, *shape[2:])
+    out, lse = forward(rows, k_prefix[None], v_prefix[None], **alike)
+    first = out.reshape(batch, seqlen_q, *out.shape[2:]), library.namespace.swapaxes(lse.reshape(heads, batch, seqlen_q), 0, 1)
+    out, lse = merge([first[0], rest[0]], [first[1], rest[1]])
+    return (out, lse) if return_lse else out
+
+
+def check_cascade(causal, window, alibi_slopes):
+    """The window of a cascade, after the checks of what `decode` takes and a cascade does not."""
+    left, right = check_window(window)
     if check_causal(causal) == "top_left":
         raise ValueError('causal must be False or True (bottom-right) in a cascade, whose queries stand at the end; got "top_left"')
     if left is not None:
@@ -531,23 +562,13 @@ def cascade(
         raise UnsupportedError(
             "alibi_slopes in a cascade would need distances from the shared prefix, which depend on seqlens_k; call numbaflash.decode"
         )
-    shape, facts = library.describe(q, "q").shape, {name: library.describe(x, name) for name, x in prefix.items()}
-    check_axes("q", shape, "(batch, seqlen_q, heads, head_dim)")
-    for name, each in facts.items():
+    return None, right
+
+
+def check_prefix(prefix, k_cache, v_cache):
+    """The prefix, by the facts of its arrays, must fit the caches; whatever else there is to check, `forward` does."""
+    for name, each in prefix.items():
         check_axes(name, each.shape, f"(prefix, kv_heads, head_dim{'_v' if name[0] == 'v' else ''})")
-    _check_prefix(facts, library.describe(k_cache, "k_cache"), library.describe(v_cache, "v_cache"))
-    batch, seqlen_q, heads, _ = shape
-    alike = {"scale": scale, "softcap": softcap, "return_lse": True}
-    rest = decode(q, k_cache, v_cache, seqlens_k, page_table, causal=causal, window=(None, right), sinks=sinks, num_splits=num_splits, **alike)
-    rows = q.reshape(1, batch * seqlen_q, *shape[2:])
-    out, lse = forward(rows, k_prefix[None], v_prefix[None], **alike)
-    first = out.reshape(batch, seqlen_q, *out.shape[2:]), library.namespace.swapaxes(lse.reshape(heads, batch, seqlen_q), 0, 1)
-    out, lse = merge([first[0], rest[0]], [first[1], rest[1]])
-    return (out, lse) if return_lse else out
-
-
-def _check_prefix(prefix, k_cache, v_cache):
-    """The prefix must fit the caches; whatever else there is to check, `forward` does."""
     for name, cache in (("k", k_cache), ("v", v_cache)):
         given, other = prefix[f"{name}_prefix"], f"{name}_cache"
         if given.dtype != cache.dtype:
@@ -568,6 +589,10 @@ def _options(scale, causal, window, softcap):
 
 
 def _library(arrays):
+    needed = (*REQUIRED, "seqlens_k")
+    first = LIBRARIES.get(type(arrays["q"]))
+    if first is not None and all(LIBRARIES.get(type(x)) is first for name, x in arrays.items() if x is not None or name in needed):
+        return first  # the usual case, without names for people
     if arrays["seqlens_k"] is None:
         raise TypeError("seqlens_k must be an array of int32 or int64, (batch,): the valid keys of each sequence; got None")
     return one_library(**{called(name, "decode"): x for name, x in arrays.items() if x is not None or name in REQUIRED})

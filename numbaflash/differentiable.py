@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-
 from . import api
-from .arrays import LIBRARIES, one_library
+from .arrays import LIBRARIES, in_torch_compile, one_library
 from .problem import check_flag, no_dropout
 
 __all__ = ["attention"]
@@ -90,8 +88,7 @@ def attention(
     if not (softcap is mask is bias is alibi_slopes is sinks is seed is seqlens_q is seqlens_k is None and no_dropout(dropout)):
         options |= {"softcap": softcap, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
         options |= {"dropout": dropout, "seed": seed, "seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.compiler.is_dynamo_compiling():  # nothing of the look-up below is for torch.compile to trace
+    if in_torch_compile():
         from .torch import attention
 
         return attention(q, k, v, **options, deterministic=deterministic)

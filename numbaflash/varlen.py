@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 
 import numpy as np
 
 from . import recording
-from .arrays import LIBRARIES, one_library
+from .arrays import LIBRARIES, in_torch_compile, one_library
 from .call import run
 from .problem import (
     NEEDS,
@@ -288,8 +287,7 @@ def attention_varlen(
     """
     options = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "scale": scale, "causal": causal, "window": window, "softcap": softcap}
     options |= {"alibi_slopes": alibi_slopes, "sinks": sinks, "dropout": dropout, "seed": seed, "return_lse": return_lse}
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.compiler.is_dynamo_compiling():  # nothing of the look-up below is for torch.compile to trace
+    if in_torch_compile():
         from .torch import attention_varlen
 
         return attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options, deterministic=deterministic)

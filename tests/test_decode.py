@@ -363,21 +363,6 @@ def test_torch():
     assert_close([numbaflash.decode(*half, causal=True).float()], [want], "bfloat16")
 
 
-def test_torch_compile_breaks_its_graph_and_other_recorders_are_refused():
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    given = [torch.from_numpy(x) for x in arrays()]
-    want = numbaflash.decode(*given)
-    compiled = torch.compile(lambda *x: numbaflash.decode(*x) * 2, backend="eager")
-    assert torch.equal(compiled(*given), want * 2)
-    with pytest.raises(numbaflash.UnsupportedError, match="cannot be recorded by torch"):
-        make_fx(lambda *x: numbaflash.decode(*x))(*given)
-    with FakeTensorMode() as mode, pytest.raises(numbaflash.UnsupportedError, match="cannot be recorded by torch"):
-        numbaflash.decode(*map(mode.from_tensor, given))
-
-
 @pytest.mark.parametrize("paged", [False, True])
 def test_a_plan_looks_at_torch_tensors_at_once(paged, monkeypatch):
     """In every mode of torch the second run takes the quick way, and whatever is not as planned still meets the checks."""

@@ -10,7 +10,7 @@ import sys
 
 from .base import ITEMSIZE, Facts, Library, contiguous_strides
 
-__all__ = ["ITEMSIZE", "LIBRARIES", "Facts", "Library", "contiguous_strides", "library", "one_library"]
+__all__ = ["ITEMSIZE", "LIBRARIES", "Facts", "Library", "contiguous_strides", "in_torch_compile", "library", "one_library"]
 
 ADAPTERS = (("numpy", "numpy"), ("cupy", "cupy"), ("torch", "torch"), ("jax", "jax"))
 """(module that the user has imported, adapter beside this file); whatever none of them claims may still be borrowed."""
@@ -70,6 +70,12 @@ def one_library(**arrays) -> Library:
             "Convert them to one library first (numpy.asarray, torch.from_dlpack, ...)"
         )
     return first
+
+
+def in_torch_compile() -> bool:
+    """Whether torch.compile traces the caller, which then must not look a library up: that is nothing for a graph."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_dynamo_compiling()
 
 
 def _listed(names) -> str:

@@ -63,6 +63,8 @@ class Library:
     """Likewise for `numbaflash.attention_varlen`. (`forward` and `backward` take packed sequences too.)"""
     decode: Any = None
     """Likewise for `numbaflash.decode`: a function of q, the caches, lengths, page table and the options."""
+    cascade: Any = None
+    """Likewise for `numbaflash.cascade`."""
     no_plans = ""
     """Why there is no `numbaflash.DecodePlan` for these arrays, where there is none."""
     lends = False

@@ -53,32 +53,28 @@ def _current_stream_function():
 
 
 def _untraced(name, *arrays, **options):
-    from .. import api, decoding, varlen
+    from .. import api, varlen
 
-    if "cu_seqlens_q" in options:
-        module, name = varlen, f"{name}_varlen"
-    else:
-        module = decoding if name == "decode" else api
+    module, name = (varlen, f"{name}_varlen") if "cu_seqlens_q" in options else (api, name)
     return torch.compiler.disable(getattr(module, name))(*arrays, **options)
 
 
-def _untraced_append(arrays, **options):
-    from ..caches import append_kv
-
-    return torch.compiler.disable(append_kv)(**arrays, **options)
-
-
-def _unrecorded(*arrays, **options):
+def _unplanned(*arrays, **options):
     raise UnsupportedError(
-        "numbaflash.decode and append_kv cannot be recorded by torch (make_fx, torch.jit.trace, FakeTensorMode and other dispatch modes); "
-        "call them outside of those. torch.compile breaks its graph at the call"
+        "numbaflash.plan_decode and DecodePlan.run cannot be recorded by torch (make_fx, torch.jit.trace, FakeTensorMode and other dispatch modes): "
+        "a plan writes into memory of its own. Call numbaflash.decode there"
     )
 
 
 def _operator(name):
-    from ..torch import operators
+    from ..torch import decoding, operators
 
-    return getattr(operators, f"recorded_{name}")
+    return getattr(operators if name in ("forward", "backward") else decoding, f"recorded_{name}")
+
+
+def _where_recorded(name):
+    """An operator where torch records, else None; torch.compile has been given another before it looks here."""
+    return property(lambda self: _operator(name) if is_dynamo_compiling() or _active_modes() or _is_tracing() else None)
 
 
 def _recorded_merge(outs, lses):
@@ -92,6 +88,15 @@ def _differentiated(x) -> bool:
     if x.requires_grad and torch.is_grad_enabled():
         return True
     return getattr(forward_ad, "_current_level", -1) >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
+def not_recorded(name) -> ValueError:
+    """What is said of a tensor that torch would differentiate through a call that it does not know."""
+    return ValueError(
+        f"{name} takes part in automatic differentiation, and numbaflash.forward, backward, decode, cascade and append_kv record nothing: their "
+        "results would be cut from the graph. Call numbaflash.attention, which torch differentiates; without a derivative, call under "
+        f"torch.no_grad() or torch.inference_mode(), or pass {name}.detach()"
+    )
 
 
 def _guards(tensors):
@@ -140,23 +145,11 @@ class Torch(Library):
             return partial(_untraced, "backward")
         return _operator("backward") if _active_modes() or _is_tracing() else None
 
-    @property
-    def decode(self):
-        """Like `forward`, but there is no operator of it."""
-        if is_dynamo_compiling():
-            return partial(_untraced, "decode")
-        return _unrecorded if _active_modes() or _is_tracing() else None
-
-    @property
-    def append_kv(self):
-        """None, except in torch.compile, which breaks its graph at the call; other recorders are refused."""
-        if is_dynamo_compiling():
-            return _untraced_append
-        return _unrecorded if _active_modes() or _is_tracing() else None
+    decode, cascade, append_kv = map(_where_recorded, ("decode", "cascade", "append_kv"))
 
     def untraced(self, function):
         """A function that torch does not look into: torch.compile breaks its graph there, other recorders are refused."""
-        return torch.compiler.disable(function) if is_dynamo_compiling() else _unrecorded
+        return torch.compiler.disable(function) if is_dynamo_compiling() else _unplanned
 
     @property
     def merge(self):
@@ -238,11 +231,7 @@ class Torch(Library):
         if x.device.type not in ("cpu", "cuda"):
             raise ValueError(f"{name} must lie on the CPU or a CUDA device; got device {x.device}")
         if _differentiated(x):
-            raise ValueError(
-                f"{name} takes part in automatic differentiation, and numbaflash.forward and backward record nothing: their results would be cut "
-                "from the graph. Call numbaflash.attention, which torch differentiates; without a derivative, call under torch.no_grad() or "
-                f"torch.inference_mode(), or pass {name}.detach()"
-            )
+            raise not_recorded(name)
         if x.is_neg() or x.is_conj():
             raise ValueError(f"{name} has a pending negation or conjugation (torch.imag and conj views); pass {name}.resolve_neg().resolve_conj()")
 
@@ -312,15 +301,9 @@ class Traced(Torch):
     def address(self, x):
         return 0
 
-    @property
-    def forward(self):
-        return _operator("forward")
-
-    @property
-    def backward(self):
-        return _operator("backward")
-
-    decode = staticmethod(_unrecorded)
+    forward, backward, decode, cascade, append_kv = (
+        property(lambda self, name=name: _operator(name)) for name in ("forward", "backward", "decode", "cascade", "append_kv")
+    )
 
 
 class Nested(Library):

@@ -34,7 +34,7 @@ from ..problem import (
 )
 from .autograd import SECOND_DERIVATIVES, backward_of, forward_of, gradients_of, keepable, refuse_batches
 
-_CAUSAL = (False, True, "top_left")
+CAUSAL = (False, True, "top_left")
 _TENSOR_OPTIONS = tuple(name for name in FORWARD_OPTIONS if name != "block_mask") + PACKED
 _TENSORS = ", ".join(f"Tensor? {name}=None" for name in _TENSOR_OPTIONS)
 _NUMBERS = "float? scale, int causal, int? left, int? right, bool deterministic"
@@ -50,28 +50,32 @@ def record(q, k, v, **options):
 
 def _plain_options(*, scale, causal, window, deterministic, softcap=None, dropout=0, seed=None, max_seqlen_q=None, max_seqlen_k=None, **tensors):
     """Options in the order of the operators' schemas, without defaults at the end: old calls had none."""
-    if isinstance(scale, (int, torch.SymInt)) and not isinstance(scale, bool):
-        scale = torch.sym_float(scale)
-    elif scale is not None and not isinstance(scale, (float, torch.SymFloat)):  # made of sizes, it may have no value yet
-        scale = check_scale(scale, 1)
-    causal = check_causal(causal)
-    left, right = check_window(window)
+    numbers = plain_numbers(scale, causal, window)
     if not isinstance(seed, torch.Tensor):
         seed = check_seed(seed, check_dropout(dropout))
         seed = torch.tensor(seed - 2**64 if seed >= 2**63 else seed, device="cpu") if dropout else None
-    numbers = scale, 2 if causal == "top_left" else int(causal), left, right, deterministic
     further = [check_softcap(softcap), float(check_dropout(dropout)) if dropout else 0, seed, *[tensors.get(name) for name in _TENSOR_OPTIONS]]
     for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         further.append(value if isinstance(value, torch.SymInt) else check_max_seqlen(name, value))
     further.append(tensors.get("block_mask"))
     while further and not isinstance(further[-1], torch.Tensor) and not further[-1]:
         further.pop()
-    return *numbers, *further
+    return *numbers, deterministic, *further
+
+
+def plain_numbers(scale, causal, window):
+    """(scale, causal, left, right) as operators take them; a scale that is made of sizes may have no value yet."""
+    if isinstance(scale, (int, torch.SymInt)) and not isinstance(scale, bool):
+        scale = torch.sym_float(scale)
+    elif scale is not None and not isinstance(scale, (float, torch.SymFloat)):
+        scale = check_scale(scale, 1)
+    causal = check_causal(causal)
+    return scale, 2 if causal == "top_left" else int(causal), *check_window(window)
 
 
 def _options_of(scale, causal, left, right, deterministic, softcap=None, dropout=0.0, seed=None, *tensors):
     """(options, options that are tensors) of an operator's arguments."""
-    options = {"scale": scale, "causal": _CAUSAL[causal], "window": (left, right), "softcap": softcap, "dropout": dropout}
+    options = {"scale": scale, "causal": CAUSAL[causal], "window": (left, right), "softcap": softcap, "dropout": dropout}
     if seed is not None:
         options["seed"] = int(seed) % 2**64
     given = {name: x for name, x in zip(_TENSOR_OPTIONS, tensors, strict=False) if x is not None}
@@ -89,10 +93,10 @@ def recorded_forward(q, k, v, *, return_lse, out, lse, stream, **options):
         options |= mask_arrays(options["mask"], q, k)
     given = {"out": out, "lse": lse, "stream": stream}
     if any(x is not None for x in given.values()):
-        _refuse_to_record("forward", given)
+        refuse_to_record("forward", given)
         with _disable_current_modes():
             return forward_of(options)(q, k, v, **options, return_lse=return_lse, **given)
-    _check_tensors({"q": q, "k": k, "v": v}, options)
+    check_tensors({"q": q, "k": k, "v": v}, options)
     out, lse = record(q, k, v, **options, deterministic=False)
     return (out, lse) if return_lse else out
 
@@ -103,11 +107,11 @@ def recorded_backward(dout, q, k, v, out, lse, *, dlse, deterministic, needs, st
         options |= mask_arrays(options["mask"], q, k)
     given = {f"d{name}": options.pop(f"d{name}", None) for name in DIFFERENTIABLE} | {"stream": stream}
     if any(x is not None for x in given.values()):
-        _refuse_to_record("backward", given)
+        refuse_to_record("backward", given)
         given = {name: x for name, x in given.items() if x is not None}
         with _disable_current_modes():
             return backward_of(options)(dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, needs=needs, **options, **given)
-    _check_tensors({"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}, options)
+    check_tensors({"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}, options)
     needed = [int(name in needs) for name in DIFFERENTIABLE]
     told = _plain_options(**options, deterministic=deterministic)
     gradients = iter(torch.ops.numbaflash.attention_backward(dout, dlse, q, k, v, out, lse, needed[: 5 if any(needed[3:]) else 3], *told))
@@ -115,13 +119,13 @@ def recorded_backward(dout, q, k, v, out, lse, *, dlse, deterministic, needs, st
     return (*found[:3], *(x for x in found[3:] if x is not None))
 
 
-def _check_tensors(arrays, options):
+def check_tensors(arrays, options):
     for name, x in (arrays | {name: options.get(name) for name in _TENSOR_OPTIONS}).items():
         if x is not None:
             TORCH.check(x, name)
 
 
-def _refuse_to_record(function, given):
+def refuse_to_record(function, given):
     """A trace would not contain what is written into the caller's arrays. Other modes watch what really runs, and may miss it."""
     traces = FakeTensorMode, FunctionalTensorMode, ProxyTorchDispatchMode
     if torch._C._is_tracing() or any(isinstance(mode, traces) for mode in _get_current_dispatch_mode_stack()):
@@ -132,7 +136,7 @@ def _refuse_to_record(function, given):
         )
 
 
-def _unrecorded():
+def unrecorded():
     """Within an operator nothing is to be recorded again, even where a mode did not step aside for it."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
@@ -142,7 +146,7 @@ def _unrecorded():
 )
 def _attention_operator(q, k, v, *arguments):
     options, tensors = _options_of(*arguments)
-    with _unrecorded():
+    with unrecorded():
         return forward_of(tensors)(q, k, v, **options, **tensors, return_lse=True)
 
 
@@ -155,25 +159,33 @@ def _attention_shapes(q, k, v, *arguments):
         if x.dim() != 4:
             raise ValueError(f"{name} must have 4 axes (batch, seqlen, heads, head_dim); got {x.dim()} axes, shape {tuple(x.shape)}")
     shapes = [tuple(x.shape) for x in (q, k, v)]
-    if all(type(n) is int for shape in shapes for n in shape):  # symbolic sizes would be bound to this call's by the checks
-        make_problem(*shapes, [_name_of(x) for x in (q, k, v)])
-    out = q.new_empty((*q.shape[:3], v.shape[3]))
-    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float64 if q.dtype is torch.float64 else torch.float32)
-    return out, lse
+    if known(*shapes):
+        make_problem(*shapes, [name_of(x) for x in (q, k, v)])
+    return q.new_empty((*q.shape[:3], v.shape[3])), lse_of(q)
 
 
 def _packed_shapes(q, k, v, tensors):
     for name, x in zip(NEEDS, (q, k, v), strict=True):
         if x.dim() != 3:
             raise ValueError(f"{name} must have 3 axes (total, heads, head_dim); got {x.dim()} axes, shape {tuple(x.shape)}")
-    shapes, boundaries = [tuple(x.shape) for x in (q, k, v)], {name: (tuple(tensors[name].shape), _name_of(tensors[name])) for name in PACKED}
-    if all(type(n) is int for shape in (*shapes, *(each for each, _ in boundaries.values())) for n in shape):
-        make_packed_problem(*shapes, [_name_of(x) for x in (q, k, v)], **boundaries)
+    shapes, boundaries = [tuple(x.shape) for x in (q, k, v)], {name: (tuple(tensors[name].shape), name_of(tensors[name])) for name in PACKED}
+    if known(*shapes, *(each for each, _ in boundaries.values())):
+        make_packed_problem(*shapes, [name_of(x) for x in (q, k, v)], **boundaries)
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float64 if q.dtype is torch.float64 else torch.float32)
     return q.new_empty((*q.shape[:2], v.shape[2])), lse
 
 
-def _name_of(x):
+def lse_of(q):
+    """Room for the LSE of q, (batch, seqlen_q, heads, head_dim)."""
+    return q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float64 if q.dtype is torch.float64 else torch.float32)
+
+
+def known(*shapes) -> bool:
+    """Whether sizes can be checked: symbolic ones would be bound to this call's by that."""
+    return all(type(n) is int for shape in shapes for n in shape)
+
+
+def name_of(x):
     return str(x.dtype).removeprefix("torch.")
 
 
@@ -185,7 +197,7 @@ def _name_of(x):
 def _backward_operator(dout, dlse, q, k, v, out, lse, needs, *arguments):
     options, tensors = _options_of(*arguments)
     options["deterministic"] = arguments[4]
-    with _unrecorded():
+    with unrecorded():
         return [
             x for x in gradients_of(dout, dlse, q, k, v, out, lse, *tensors.values(), _wanted(needs), tuple(tensors), options, None) if x is not None
         ]
