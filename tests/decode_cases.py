@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+from hypothesis import strategies as st
 
 import numbaflash
 from numbaflash import dispatch, testing
@@ -203,3 +204,43 @@ CASES = {
     "head dim strided": DecodeCase(cache=Placement(step=(1, 1, 1, 2)), page_size=64),
     "infinity in unused slots": DecodeCase(hidden=np.inf, page_size=3),
 }
+
+
+@st.composite
+def any_case(
+    draw,
+    dims=((16, 16), (64, 64), (64, 32), (40, 8), (128, 128), (33, 7)),
+    dtypes=("float16", "bfloat16", "float32", "float64"),
+    most_keys=150,
+    most_queries=12,
+    most_heads=3,
+):
+    """Any cache of a few sequences."""
+    group, kv_heads = draw(st.sampled_from([1, 2, 4, 7])), draw(st.integers(1, most_heads))
+    dim, dim_v = draw(st.sampled_from(dims))
+    usual = [n for n in (0, 1, 16, 64) if n <= most_keys]
+    lengths = draw(st.lists(st.one_of(st.sampled_from(usual), st.integers(0, most_keys)), min_size=1, max_size=4))
+    size = draw(st.one_of(st.none(), st.sampled_from([1, 2, 16, 64]), st.integers(1, 70)))
+    left, right = (draw(st.one_of(st.none(), st.integers(0, 60))) for _ in range(2))
+    options = {"causal": draw(st.sampled_from([False, True, "top_left"])), "window": (left, right)}
+    if draw(st.booleans()):
+        options["softcap"] = draw(st.sampled_from([1.0, 20.0]))
+    return DecodeCase(
+        lengths=tuple(lengths),
+        page_size=size,
+        spare=draw(st.integers(0, 3)),
+        shared=draw(st.integers(0, 3)),
+        seqlen_q=draw(st.one_of(st.just(1), st.integers(1, most_queries))),
+        heads=group * kv_heads,
+        kv_heads=kv_heads,
+        head_dim=dim,
+        head_dim_v=dim_v,
+        dtype=draw(st.sampled_from(dtypes)),
+        lengths_dtype=draw(st.sampled_from(["int32", "int64"])),
+        options=options,
+        with_sinks=draw(st.booleans()),
+        alibi_per_batch=draw(st.sampled_from([None, False, True])),
+        num_splits=draw(st.one_of(st.none(), st.integers(1, 6))),
+        hidden=draw(st.sampled_from([np.nan, np.inf, -np.inf])),
+        seed=draw(st.integers(0, 99)),
+    )

@@ -337,9 +337,44 @@ def check_turns(case, q_tile, kv_tile):
             raise AssertionError(f"key/value head {column}: (keys, turn, number) are {found}, but should be {defined}")
 
 
+def decode_cases():
+    """Named cases of caches, some of those of all families and some of what is special here: tiles have 8 rows and 8 keys."""
+    from decode_cases import CASES, DecodeCase
+
+    small = {"heads": 4, "kv_heads": 2, "head_dim": 8, "head_dim_v": 8}
+    every = {"options": {"causal": True, "window": (9, None), "softcap": 3.0}, "with_sinks": True, "alibi_per_batch": True}
+    named = {name: case for name, case in CASES.items() if name not in LONG_DECODE}
+    for size in (None, 1, 7, 8, 24):
+        named[f"heads as rows, pages of {size}"] = DecodeCase((70, 0, 33, 8), size, **small, **every, num_splits=3)
+        named[f"queries as rows, pages of {size}"] = DecodeCase((70, 0, 33, 8), size, seqlen_q=11, **small, **every, num_splits=2)
+    for dtype in ("float16", "bfloat16", "float64"):
+        named[f"every option, {dtype}"] = DecodeCase((40, 0, 3), 7, **small, **every, dtype=dtype, lengths_dtype="int64", num_splits=2)
+    named["more heads than rows of a tile"] = DecodeCase((40, 3), 16, **small | {"heads": 13, "kv_heads": 1}, with_sinks=True, alibi_per_batch=False)
+    named["every sequence empty, in parts"] = DecodeCase((0, -5), 4, spare=9, **small, with_sinks=True, num_splits=4)
+    named["more parts than the merge adds at once"] = DecodeCase((400, 9), 8, **small, with_sinks=True, num_splits=45)
+    return named
+
+
+LONG_DECODE = ("pages of 100", "pages of 256", "many queries", "many queries, contiguous", "parts without keys", "bfloat16, latent")
+"""Cases that would take long in the simulator, and of whose kind there are others."""
+
+SAME_BITS = ("heads as rows, pages of 7", "queries as rows, pages of None", "every option, bfloat16", "more parts than the merge adds at once")
+"""Cases whose results are compared bit for bit, too."""
+
+
+def check_decode(case):
+    """Run a case twice, and once more with other things where nobody looks: the same bits."""
+    results = [each.run("simt") for each in (case, case, replace(case, hidden=3.0))]
+    for again in results[1:]:
+        for one, other in zip(results[0], again, strict=True):
+            if one.tobytes() != other.tobytes():
+                raise AssertionError("other bits")
+
+
 def main():
     os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
     import packed_cases
+    from decode_cases import any_case
     from hypothesis import HealthCheck, given, settings
 
     from numbaflash import testing
@@ -371,6 +406,11 @@ def main():
     def backward_options_drawn(case):
         testing.run_backward_case(case, "simt", "numpy")
 
+    @settings(max_examples=25, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(any_case(dims=((8, 8), (17, 3)), most_keys=40, most_queries=5, most_heads=1))
+    def decode_drawn(case):
+        case.run("simt")
+
     failed |= report("drawn by Hypothesis", drawn)
     failed |= report("options drawn by Hypothesis", options_drawn)
     for name, case in backward_cases().items():
@@ -379,6 +419,10 @@ def main():
     failed |= report("backward: options drawn by Hypothesis", backward_options_drawn)
     for name, case in packed_cases.CASES.items():
         failed |= report(f"packed: {name}", lambda case=case: packed_cases.run(case, "simt"))
+    for name, case in decode_cases().items():
+        check = check_decode if name in SAME_BITS else lambda case: case.run("simt")
+        failed |= report(f"decode: {name}", lambda case=case, check=check: check(case))
+    failed |= report("decode: drawn by Hypothesis", decode_drawn)
     for name, arguments in list_cases().items():
         failed |= report(f"lists: {name}", lambda arguments=arguments: check_lists(*arguments))
     for name, arguments in turn_cases().items():

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from attention import TOLERANCE, assert_close
-from decode_cases import CASES, DecodeCase
+from decode_cases import CASES, DecodeCase, any_case
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -122,45 +122,10 @@ def skip_what_it_has_not(target, case):
 def test_cases(target, name):
     case = CASES[name]
     skip_what_it_has_not(target, case)
-    try:
-        case.run(target.family, target.library, results=name in ("plain", "everything", "float64"))
-    except numbaflash.UnsupportedError:
-        assert target.family == "simt" and (case.num_splits or 1) > 1
+    case.run(target.family, target.library, results=name in ("plain", "everything", "float64"))
 
 
-@st.composite
-def decode_cases(draw):
-    """Any cache of a few sequences."""
-    group, kv_heads = draw(st.sampled_from([1, 2, 4, 7])), draw(st.integers(1, 3))
-    dim, dim_v = draw(st.sampled_from([(16, 16), (64, 64), (64, 32), (40, 8), (128, 128), (33, 7)]))
-    lengths = draw(st.lists(st.one_of(st.sampled_from([0, 1, 16, 64]), st.integers(0, 150)), min_size=1, max_size=4))
-    size = draw(st.one_of(st.none(), st.sampled_from([1, 2, 16, 64]), st.integers(1, 70)))
-    left, right = (draw(st.one_of(st.none(), st.integers(0, 60))) for _ in range(2))
-    options = {"causal": draw(st.sampled_from([False, True, "top_left"])), "window": (left, right)}
-    if draw(st.booleans()):
-        options["softcap"] = draw(st.sampled_from([1.0, 20.0]))
-    return DecodeCase(
-        lengths=tuple(lengths),
-        page_size=size,
-        spare=draw(st.integers(0, 3)),
-        shared=draw(st.integers(0, 3)),
-        seqlen_q=draw(st.one_of(st.just(1), st.integers(1, 12))),
-        heads=group * kv_heads,
-        kv_heads=kv_heads,
-        head_dim=dim,
-        head_dim_v=dim_v,
-        dtype=draw(st.sampled_from(["float16", "bfloat16", "float32", "float64"])),
-        lengths_dtype=draw(st.sampled_from(["int32", "int64"])),
-        options=options,
-        with_sinks=draw(st.booleans()),
-        alibi_per_batch=draw(st.sampled_from([None, False, True])),
-        num_splits=draw(st.one_of(st.none(), st.integers(1, 6))),
-        hidden=draw(st.sampled_from([np.nan, np.inf, -np.inf])),
-        seed=draw(st.integers(0, 99)),
-    )
-
-
-@given(decode_cases())
+@given(any_case())
 def test_any_cache(case):
     case.run("cpu")
 

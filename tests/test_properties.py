@@ -10,6 +10,7 @@ import itertools
 
 import numpy as np
 import pytest
+from decode_cases import any_case
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -321,6 +322,19 @@ def test_batch_entries_and_heads_are_apart(target, data):
             for a, i in ((known.out, axis), (known.lse, axis // 2), (known.out_tolerance, axis), (known.lse_tolerance, axis // 2))
         ]
         compare(dataclasses.replace(known, out=rest[0], lse=rest[1], out_tolerance=rest[2], lse_tolerance=rest[3]), out, lse)
+
+
+@given(data=st.data())
+def test_what_nobody_uses_of_a_cache_changes_no_bit(target, data):
+    """In any pages and any number of parts: NaN or a number in slots that no sequence uses."""
+    if target.on_gpu:
+        pytest.skip("each of these is a kernel to compile; test_gpu_decode has some of all kinds")
+    few = {"most_keys": 40, "most_queries": 4, "most_heads": 1} if target.small else {"dtypes": ("float32",)}  # each is a kernel to compile, too
+    case = data.draw(any_case(dims=((8, 8),), **few))
+    assume(not target.reasons(case.problem, "decode"))
+    results = [dataclasses.replace(case, hidden=hidden).run(target.family, target.library) for hidden in (case.hidden, 2.0)]
+    for one, other in zip(*results, strict=True):
+        assert one.tobytes() == other.tobytes()
 
 
 @given(data=st.data())

@@ -26,11 +26,12 @@ def simulator():
 DRAWN = ("drawn by Hypothesis", "options drawn by Hypothesis")
 BACKWARD_NAMES = [f"backward: {name}" for name in (*simulator_cases.backward_cases(), *DRAWN)]
 PACKED_NAMES = [f"packed: {name}" for name in packed_cases.CASES]
+DECODE_NAMES = [f"decode: {name}" for name in (*simulator_cases.decode_cases(), DRAWN[0])]
 LIST_NAMES = [f"lists: {name}" for name in simulator_cases.list_cases()]
 TURN_NAMES = [f"turns: {name}" for name in simulator_cases.turn_cases()]
 
 
-NAMES = [*simulator_cases.cases(), *DRAWN, *BACKWARD_NAMES, *PACKED_NAMES, *LIST_NAMES, *TURN_NAMES]
+NAMES = [*simulator_cases.cases(), *DRAWN, *BACKWARD_NAMES, *PACKED_NAMES, *DECODE_NAMES, *LIST_NAMES, *TURN_NAMES]
 
 
 @pytest.mark.parametrize("name", NAMES)

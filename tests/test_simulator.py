@@ -24,7 +24,7 @@ def test_properties_in_the_simulator():
     done = subprocess.run(command, cwd=FOLDER.parent, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed and int(passed[1]) >= 16 and "skipped" not in done.stdout, done.stdout
+    assert passed and int(passed[1]) >= 17 and "skipped" not in done.stdout, done.stdout
 
 
 SHARED = """

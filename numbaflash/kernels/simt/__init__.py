@@ -104,12 +104,14 @@ def prepare(plan: Plan) -> Launch:
     return Launches([*before, launch]) if before else launch
 
 
-def parameters(plan: Plan) -> list:
-    """Kernel parameters of a plan, as `forward.build` lists them."""
+def parameters(plan: Plan, sums: toolchain.Array | None = None, statistics: toolchain.Array | None = None, parts: int = 1) -> list:
+    """Kernel parameters of a plan, as `forward.build` lists them; with `decoding.parts`, ``sums`` and ``statistics`` in the places of out and lse."""
     problem, config, layouts = plan.problem, plan.config, plan.layouts
     bits = as_bits(config.dtype)
-    arrays = [array(name, bits, getattr(layouts, name), problem) for name in ("q", "k", "v", "out")]
-    arrays.append(array("lse", config.compute, layouts.lse or Layout((0, 0, 0)[problem.packed :], (0, 0, 0)[problem.packed :]), problem))
+    arrays = [array(name, bits, getattr(layouts, name), problem) for name in ("q", "k", "v")]
+    arrays.append(sums or array("out", bits, layouts.out, problem))
+    nothing = Layout((0, 0, 0)[problem.packed :], (0, 0, 0)[problem.packed :])
+    arrays.append(statistics or array("lse", config.compute, layouts.lse or nothing, problem))
     q_blocks, heads = grid.q_tiles(problem, config.q_tile), grid.columns(problem, problem.heads)
     return [
         *arrays,
@@ -119,7 +121,7 @@ def parameters(plan: Plan) -> list:
         toolchain.Scalar("int32", heads),
         toolchain.Scalar("int32", problem.group),
         toolchain.Scalar("int32", _section(problem, heads)),
-        *config.options.arguments(problem, layouts, config.compute, config.unit, lists_of(problem, config)),
+        *config.options.arguments(problem, layouts, config.compute, config.unit, lists_of(problem, config), parts),
     ]
 
 

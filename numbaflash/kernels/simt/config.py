@@ -152,14 +152,14 @@ class Config(Elements):
 
     @property
     def shared_elements(self) -> int:
-        return _shared_elements(self, self.dim, self.dim_v, self.warp_size)
+        return shared_elements(self, self.dim, self.dim_v, self.warp_size)
 
     @property
     def shared_bytes(self) -> int:
         return self.shared_elements * ITEMSIZE[self.compute]
 
 
-def _shared_elements(tile, dim, dim_v, warp_size):
+def shared_elements(tile, dim, dim_v, warp_size):
     """Tiles of q, k, v and the probabilities."""
     kv_tile = warp_size // tile.lanes_m * tile.columns
     return tile.q_tile * dim + kv_tile * (dim + dim_v + tile.q_tile)
@@ -192,8 +192,8 @@ _FLOAT64_TILES = (
 )
 _SMALLEST_GOOD = 32  # queries of a tile; smaller ones are only for want of shared memory
 # A thread of the simulator is a thread of Python: few of them, and warps small enough to have more than one.
-_SIMULATOR_TILE = Tile(warps=2, lanes_m=2, rows=2, columns=2)
-_SIMULATOR_WARP = 8
+SIMULATOR_TILE = Tile(warps=2, lanes_m=2, rows=2, columns=2)
+SIMULATOR_WARP = 8
 
 
 def round_up(n, unit):
@@ -201,10 +201,11 @@ def round_up(n, unit):
 
 
 def padded_dims(tile: Tile, compute: str, head_dim: int, head_dim_v: int, warp_size: int = 32) -> tuple[int, int]:
-    """Head dims in shared memory: 8 units of 16 bytes for the swizzle, and one unit for each lane of a row of the output."""
-    vector = 16 // ITEMSIZE[compute]
-    unit_v = max(8, warp_size // tile.lanes_m) * vector
-    return round_up(head_dim, 8 * vector), round_up(head_dim_v, unit_v)
+    """Head dims in shared memory: 8 units of 16 bytes for the swizzle, and one unit for each thread of a row that is copied, and for each lane of a
+    row of the output."""
+    vector, lanes_n = 16 // ITEMSIZE[compute], warp_size // tile.lanes_m
+    units = max(8, tile.warps * warp_size // (lanes_n * tile.columns))
+    return round_up(head_dim, units * vector), round_up(head_dim_v, max(units, lanes_n) * vector)
 
 
 def fitting_tiles(compute: str, head_dim: int, head_dim_v: int, shared_limit: int) -> tuple[Tile, ...]:
@@ -212,7 +213,7 @@ def fitting_tiles(compute: str, head_dim: int, head_dim_v: int, shared_limit: in
     fitting = []
     for largest, tile in _FLOAT64_TILES if compute == "float64" else _FLOAT32_TILES:
         dims = padded_dims(tile, compute, head_dim, head_dim_v)
-        if dims[1] <= largest and _shared_elements(tile, *dims, 32) * ITEMSIZE[compute] <= shared_limit:
+        if dims[1] <= largest and shared_elements(tile, *dims, 32) * ITEMSIZE[compute] <= shared_limit:
             fitting.append(tile)
     if not fitting:
         raise ValueError(f"no tile for {compute}, head dims {head_dim} and {head_dim_v} within {shared_limit} bytes of shared memory")
@@ -250,7 +251,7 @@ def rows_in_vectors(layout: Layout, itemsize: int, vector: int) -> bool:
 def choose_config(problem: Problem, layouts: Layouts, device: Device, simulated: bool = False) -> Config:
     """The kernel of a problem; a pure function of its arguments."""
     if simulated:
-        return config_of_tile(_SIMULATOR_TILE, problem, layouts, device, _SIMULATOR_WARP)
+        return config_of_tile(SIMULATOR_TILE, problem, layouts, device, SIMULATOR_WARP)
     return config_of_tile(choose_tile(problem, device), problem, layouts, device)
 
 

@@ -24,17 +24,27 @@ from numbaflash.toolchain import KernelSource
 
 from . import packed, scores, tiles
 from .config import Config
+from .decoding import paging, parts
 
 
 def build(config: Config) -> KernelSource:
     """The kernel of a config.
 
-    Its parameters: q, k, v, out, lse; the factor of the scores; first and last visible key of query 0; q tiles; heads over
-    the batch; query heads a key/value head; heads that run together; those of the options. Sums of row numbers stay within int32 (`simt.supports`).
+    Its parameters: q, k, v, out, lse (with `decoding.parts`, their sums and statistics); the factor of the scores; first and last visible key of
+    query 0; q tiles; heads over the batch; query heads a key/value head; heads that run together; those of the options. Sums of row numbers stay
+    within int32 (`simt.supports`).
     """
     t = tiles.Types.of(config)
     copy_q = tiles.copy_scaled(config, config.q_tile, config.dim, config.q_mask)
-    copy_k, copy_v = tiles.copy_tile(config, config.kv_tile, config.dim, config.k_mask), tiles.copy_tile(config, config.kv_tile, config.dim_v)
+    paged, split, stacked = config.options.page_size > 0, config.options.split, config.options.stacked
+    if paged:
+        copy_k, copy_v = paging.copy_tile(config, config.dim, config.k_mask), paging.copy_tile(config, config.dim_v)
+        find_pages, capacity = paging.find_pages(config), paging.capacity(config)
+    else:
+        copy_k, copy_v = tiles.copy_tile(config, config.kv_tile, config.dim, config.k_mask), tiles.copy_tile(config, config.kv_tile, config.dim_v)
+    if split:
+        tile_of_block, tiles_of_part = parts.tile_of_block(config), parts.tiles_of_part(config)
+        store_sums, store_statistics = parts.store_sums(config), parts.store_statistics(config)
     zero_scores, zero_output, zero_row = (tiles.zeros(kind, config) for kind in (t.scores, t.output, t.row))
     lowest, mask = tiles.lowest(config), tiles.mask(config)
     online_softmax, store_p = tiles.online_softmax(config), tiles.store_p(config, config)
@@ -73,7 +83,10 @@ def build(config: Config) -> KernelSource:
     guarded = config.guarded
 
     def forward(q, k, v, out, lse, scale, band_first, band_last, q_tiles, batch_heads, group, section, *options):
-        q_block, batch_head = tile_order(cuda.blockIdx.x, q_tiles, batch_heads, section)
+        tile = cuda.blockIdx.x
+        if split:
+            tile, part = tile_of_block(tile, options)
+        q_block, batch_head = tile_order(tile, q_tiles, batch_heads, section)
         heads = int32(q.shape[2])
         batch, head = batch_head // heads, batch_head % heads
         kv_head = head // group
@@ -91,10 +104,13 @@ def build(config: Config) -> KernelSource:
             )
             q, k, v = q[:, first_row : first_row + queries], k[:, first_key : first_key + keys], v[:, first_key : first_key + keys]
         seqlen_q, seqlen_k = int32(q.shape[1]), int32(k.shape[1])
+        if paged:
+            seqlen_k = capacity(options)
         if with_lengths:
             seqlen_q, seqlen_k = lengths(seqlen_q, seqlen_k, batch, options)
         if per_entry:
-            band_first, band_last = int32(band_first + seqlen_k - seqlen_q), int32(band_last + seqlen_k - seqlen_q)
+            queries = int32(1) if stacked else seqlen_q
+            band_first, band_last = int32(band_first + seqlen_k - queries), int32(band_last + seqlen_k - queries)
 
         thread = int32(cuda.threadIdx.x)
         warp, lane = thread // warp_size, thread % warp_size
@@ -104,16 +120,21 @@ def build(config: Config) -> KernelSource:
         first_q = int32(q_block * q_tile)
         query = int32(first_q + warp_row)
         last_q = int32(min(first_q + q_tile, seqlen_q) - 1)
+        first_place, last_place = first_q, last_q
+        if stacked:
+            first_place, last_place = int32(0), int32(0)
 
         # Keys that some query of the tile sees.
         begin, end = int32(0), seqlen_k
         if bounded_left:
-            begin = int32(min(max(first_q + band_first, 0), seqlen_k))
+            begin = int32(min(max(first_place + band_first, 0), seqlen_k))
         if bounded_right:
-            end = int32(max(min(last_q + band_last + 1, seqlen_k), 0))
+            end = int32(max(min(last_place + band_last + 1, seqlen_k), 0))
         if padded_q and first_q >= seqlen_q:
             end = int32(0)
         first_block, stop_block = int32(begin // kv_tile), int32((end + kv_tile - 1) // kv_tile)
+        if split:
+            first_block, stop_block = tiles_of_part(first_block, stop_block, part, options)
         block = first_block
         if masked:  # what is left of the range are the entries of a list
             own_list = list_of(q_block, batch, head, options)
@@ -128,8 +149,11 @@ def build(config: Config) -> KernelSource:
         m, l, o = lowest(), zero_row(), zero_output()
         if with_sinks:
             m, l = begin_softmax(query, with_sink if is_packed else seqlen_q, head, lane_n, options)
+        source = batch
+        if paged:
+            source = find_pages(batch, block * kv_tile, thread // kv_width, begin, end, k.shape[0], options)
         if first_block < stop_block:
-            copy_k(memory, k_base, k, batch, block * kv_tile, kv_head, thread // kv_width, thread % kv_width)
+            copy_k(memory, k_base, k, source, block * kv_tile, kv_head, thread // kv_width, thread % kv_width)
             if asynchronous:
                 commit()
             copy_q(memory, 0, q, batch, first_q, head, scale, thread // q_width, thread % q_width)
@@ -155,9 +179,11 @@ def build(config: Config) -> KernelSource:
                             if asynchronous:
                                 commit()
                         continue
-            copy_v(memory, v_base, v, batch, first_k, kv_head, thread // kv_width, thread % kv_width)
+            copy_v(memory, v_base, v, source, first_k, kv_head, thread // kv_width, thread % kv_width)
             if asynchronous:
                 commit()
+            if paged:  # the table is read a tile ahead
+                source = find_pages(batch, following * kv_tile, thread // kv_width, begin, end, k.shape[0], options)
 
             s = zero_scores()
             c = int32(0)
@@ -167,9 +193,9 @@ def build(config: Config) -> KernelSource:
 
             border = first_k + kv_tile > seqlen_k
             if bounded_left:
-                border |= first_k < last_q + band_first
+                border |= first_k < last_place + band_first
             if bounded_right:
-                border |= first_k + kv_tile - 1 > first_q + band_last
+                border |= first_k + kv_tile - 1 > first_place + band_last
             first, last = int32(query + band_first - first_k), int32(query + band_last - first_k)
             if with_options:
                 if padded_q:
@@ -198,7 +224,7 @@ def build(config: Config) -> KernelSource:
                 wait()
             cuda.syncthreads()  # v and p are here; nobody reads k any more
             if turn + 1 < stop_block:
-                copy_k(memory, k_base, k, batch, following * kv_tile, kv_head, thread // kv_width, thread % kv_width)
+                copy_k(memory, k_base, k, source, following * kv_tile, kv_head, thread // kv_width, thread % kv_width)
                 if asynchronous:
                     commit()
 
@@ -226,12 +252,17 @@ def build(config: Config) -> KernelSource:
             o = finish(o, l, options)
         if is_packed:
             out = out[:, first_row : first_row + seqlen_q]
-        store_output(out, batch, query, head, lane_n * vector, o, l)
+        if split:
+            entry = part * int32(q.shape[0]) + batch
+            store_sums(out, entry, query, head, lane_n * vector, o)
+            store_statistics(lse, entry, head, query, lane_n == 0, m, l)
+        else:
+            store_output(out, batch, query, head, lane_n * vector, o, l)
         if write_lse:
             if is_packed:
                 lse = lse[:, :, first_row : first_row + seqlen_q]
             store_lse(lse, batch, head, query, lane_n == 0, m, l)
 
-    operands = t.operand, t.operand, t.operand, t.operand, t.lse
+    operands = t.operand, t.operand, t.operand, scores.array_type(config.compute, 4) if split else t.operand, t.lse
     signature = numba.types.void(*operands, t.real, *(numba.types.int32,) * 6, scores.option_types(config))
     return KernelSource(forward, signature, threads=threads, min_blocks=config.min_blocks)

@@ -10,7 +10,7 @@ import numpy as np
 
 from numbaflash import toolchain
 from numbaflash.dispatch import BackwardLayouts, Layouts
-from numbaflash.problem import PACKED, PACKED_FEATURE, Problem
+from numbaflash.problem import PACKED, PACKED_FEATURE, PAGE_TABLE, Problem
 
 from ..blocks.launch import Lists
 from ..blocks.layout import bits_at, granules
@@ -37,6 +37,12 @@ class Options:
         Each batch entry has an offset of its own, ``length_k - length_q``.
     cu_seqlens_q, cu_seqlens_k : str or None
         The dtypes of the boundaries of packed sequences.
+    page_size : int
+        Keys of a page, 0 where k and v are contiguous.
+    stacked : bool
+        The rows of a tile are heads of one query, which share keys and values: they stand at one place, and have slopes and sinks of their own.
+    split : bool
+        Each part of the keys has a block of its own, which leaves what it finds to the merge (`parts`).
     """
 
     softcap: bool = False
@@ -52,6 +58,9 @@ class Options:
     per_entry: bool = False
     cu_seqlens_q: str | None = None
     cu_seqlens_k: str | None = None
+    page_size: int = 0
+    stacked: bool = False
+    split: bool = False
 
     @classmethod
     def of(cls, problem: Problem) -> Options:
@@ -68,6 +77,7 @@ class Options:
             per_entry=problem.offset_per_entry,
             cu_seqlens_q=problem.cu_seqlens_q,
             cu_seqlens_k=problem.cu_seqlens_k,
+            page_size=problem.page_size,
         )
 
     def __bool__(self) -> bool:
@@ -132,21 +142,27 @@ class Options:
         if self.bias:
             found.append(("bias", as_bits(self.bias), 4))
         if self.alibi:
-            found.append(("alibi_slopes", "float32", 2))
+            found.append(("alibi_slopes", "float32", 3 if self.stacked else 2))
             if not self.per_entry:
                 found.append(("offset", "int32", 0))
         if self.sinks:
-            found.append(("sinks", compute, 1))
+            found.append(("sinks", compute, 2 if self.stacked else 1))
         found += [(name, dtype, 1) for name, dtype in (("seqlens_q", self.seqlens_q), ("seqlens_k", self.seqlens_k)) if dtype]
         if self.dropout:
             found += [("seed", "uint64", 0), ("keep_limit", "int32", 0), ("keep_factor", compute, 0)]
+        if self.page_size:
+            found += [(PAGE_TABLE, "int32", 2), ("capacity", "int32", 0)]
+        if self.split:
+            found.append(("parts", "int32", 0))
         if self.packed:  # at the end, where `packed` finds them
             found += [(name, getattr(self, name), 1) for name in PACKED]
         return tuple(found)
 
-    def arguments(self, problem: Problem, layouts: Layouts | BackwardLayouts, compute: str, unit: float, lists: Lists | None = None) -> list:
+    def arguments(
+        self, problem: Problem, layouts: Layouts | BackwardLayouts, compute: str, unit: float, lists: Lists | None = None, parts: int = 1
+    ) -> list:
         """The same as the toolchain takes them; ``unit`` is that of the scores, see `config.Elements.unit`."""
-        values = {"offset": problem.offset}
+        values = {"offset": problem.offset, "capacity": problem.seqlen_k, "parts": parts}
         if self.softcap:
             values |= {"cap": problem.softcap * unit, "inverse_cap": min(1.0 / problem.softcap, sys.float_info.max)}
         if self.dropout:
@@ -165,6 +181,9 @@ class Options:
                 found.append(toolchain.Array(name, dtype, (problem.batch, problem.heads, problem.block_mask[2]), layouts.block_mask.strides))
             elif name == "seed":
                 found.append(toolchain.Pointer("seed"))  # the number itself, in the place of an address
+            elif name in ("sinks", PAGE_TABLE):
+                layout = getattr(layouts, name)
+                found.append(toolchain.Array(name, dtype, layout.shape, layout.strides))
             elif axes:
                 full = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)[:axes] if axes > 1 else problem.shape_of(name)
                 found.append(toolchain.Array(name, dtype, full, getattr(layouts, name).strides))  # 0 along broadcast axes

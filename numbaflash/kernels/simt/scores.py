@@ -39,7 +39,8 @@ def array_type(dtype: str, axes: int) -> types.Array:
     return types.Array(getattr(types, as_bits(dtype)), axes, "A")
 
 
-def _named(config, options):
+def by_name(config: Elements, options) -> dict:
+    """The parameters of the options by their names."""
     return {name: x for (name, _, _), x in zip(config.options.parameters(config.compute), options, strict=True)}
 
 
@@ -57,7 +58,7 @@ def lengths(config: Elements):
     """``f(seqlen_q, seqlen_k, batch, options) -> (length_q, length_k)`` of a batch entry."""
 
     def body(ops, seqlen_q, seqlen_k, batch, options):
-        named, found = _named(config, options), []
+        named, found = by_name(config, options), []
         for name, most in (("seqlens_q", seqlen_q), ("seqlens_k", seqlen_k)):
             if name in named:
                 (length,) = ops.load_row(ops.place(named[name], (batch,)), 1, batch >= 0)
@@ -102,17 +103,18 @@ def see(config: Elements, share):
     kind = seen_type(share)
 
     def body(ops, query, key, length_q, length_k, band_first, band_last, batch, head, options):
-        named, words = _named(config, options), [ops.integer(0)] * len(kind)
+        named, words = by_name(config, options), [ops.integer(0)] * len(kind)
         if config.options.masked:
             batch, head, query = (ops.opaque(x) for x in (batch, head, query))
         has = _bits(ops, config, named, query, key, queries=length_q, batch=batch, head=head) if config.options.block_mask else None
         queries, keys = length_q - query, length_k - key
-        first, last = query + band_first - key, query + band_last - key
+        place, rows_apart = (ops.integer(0), 0) if config.options.stacked else (query, config.lanes_m)
+        first, last = place + band_first - key, place + band_last - key
         row = ops.place(named["mask"], (batch, head, query, key)) if config.options.mask else None
         for i in range(share.rows):
             place = row
             for j in range(share.columns):
-                at, step = i * share.columns + j, j * config.lanes_n - i * config.lanes_m
+                at, step = i * share.columns + j, j * config.lanes_n - i * rows_apart
                 seen = (queries > i * config.lanes_m) & (keys > j * config.lanes_n)
                 if config.bounded_left:
                     seen &= first <= step
@@ -164,7 +166,7 @@ def list_of(config: Elements):
     """``f(tile, batch, head, options) -> number`` of the list of a tile of a batch entry and a head, or heads that share it."""
 
     def body(ops, tile, batch, head, options):
-        named = _named(config, options)
+        named = by_name(config, options)
         return batch * named["lists_batch"] + head * named["lists_head"] + tile
 
     return straight_line(I32, (I32, I32, I32, option_types(config)), body)
@@ -182,7 +184,7 @@ def rank_of(config: Elements):
 
 def _word_of(config, name):
     def body(ops, row, column, options):
-        return ops.load_row(ops.place(_named(config, options)[name], (row, column)), 1, row >= 0)[0]
+        return ops.load_row(ops.place(by_name(config, options)[name], (row, column)), 1, row >= 0)[0]
 
     return straight_line(I32, (I32, I32, option_types(config)), body)
 
@@ -225,12 +227,13 @@ def _of_seen(config, share, value, other):
 def changes(ops, config: Elements, share, options, query, key, length_q, length_k, batch, head):
     """Straight-line ``f(i, j, product) -> (score, slope)``: the score of a pair in the unit of the config, and its derivative by the product, None
     for 1. ``options`` are by name."""
-    offset = None
+    stacked = config.options.stacked
     if config.options.alibi:
-        (slope,) = ops.load_row(ops.place(options["alibi_slopes"], (batch, head)), 1, batch >= 0)
-        falling = ops.real(config.compute, slope) * -config.unit
-        place = length_k - length_q if config.options.per_entry else options["offset"]
-        offset = ops.real(config.compute, query + place - key)
+        rows = [(batch, head, query + i * config.lanes_m) for i in range(share.rows)] if stacked else [(batch, head)]
+        slopes = [ops.load_row(ops.place(options["alibi_slopes"], row), 1, _exists(row, length_q))[0] for row in rows]
+        falling = [ops.real(config.compute, slope) * -config.unit for slope in slopes]
+        place = length_k - (1 if stacked else length_q) if config.options.per_entry else options["offset"]
+        offset = ops.real(config.compute, (place if stacked else query + place) - key)
     bias = _bias(ops, config, share, options, query, key, length_q, length_k, batch, head) if config.options.bias else None
 
     def change(i, j, x):
@@ -239,12 +242,18 @@ def changes(ops, config: Elements, share, options, query, key, length_q, length_
             t = ops.tanh(x * options["inverse_cap"])
             x, slope = t * options["cap"], 1.0 - t * t
         if config.options.alibi:
-            x = ops.fma(ops.absolute(offset + float(i * config.lanes_m - j * config.lanes_n)), falling, x)
+            apart = float((0 if stacked else i * config.lanes_m) - j * config.lanes_n)
+            x = ops.fma(ops.absolute(offset + apart), falling[i if stacked else 0], x)
         if bias is not None:
             x = x + bias[i * share.columns + j]
         return x, slope
 
     return change
+
+
+def _exists(row, length_q):
+    """Whether there is a head, or a row of stacked ones."""
+    return row[2] < length_q if len(row) > 2 else row[0] >= 0
 
 
 def _bias(ops, config, share, options, query, key, length_q, length_k, batch, head):
@@ -276,7 +285,7 @@ def change(config: Elements, share):
 
     def body(ops, s, query, key, length_q, length_k, batch, head, options):
         query, batch, head = (ops.opaque(x) for x in (query, batch, head))
-        score = changes(ops, config, share, _named(config, options), query, key, length_q, length_k, batch, head)
+        score = changes(ops, config, share, by_name(config, options), query, key, length_q, length_k, batch, head)
         return [score(at // share.columns, at % share.columns, x)[0] for at, x in enumerate(s)]
 
     return straight_line(scores, (scores, *(I32,) * 6, option_types(config)), body)
@@ -292,7 +301,7 @@ def weigh(config: Elements, share, with_ds: bool):
     scores, row = types.UniTuple(real, share.rows * share.columns), types.UniTuple(real, share.rows)
 
     def body(ops, s, dp, lse, delta, query, key, length_q, length_k, batch, head, options):
-        named = _named(config, options)
+        named = by_name(config, options)
         score = changes(ops, config, share, named, query, key, length_q, length_k, batch, head)
         kept = _kept(ops, config, share, named, query, key, batch, head) if config.options.dropout else None
         p, ds, dproducts = [], [], []
@@ -348,7 +357,7 @@ def drop(config: Elements, share):
 
     def body(ops, p, query, key, batch, head, options):
         query, batch, head = (ops.opaque(x) for x in (query, batch, head))
-        kept = _kept(ops, config, share, _named(config, options), query, key, batch, head)
+        kept = _kept(ops, config, share, by_name(config, options), query, key, batch, head)
         return [ops.select(kept(at // share.columns, at % share.columns), x, 0.0) for at, x in enumerate(p)]
 
     return straight_line(scores, (scores, *(I32,) * 4, option_types(config)), body)
@@ -363,13 +372,19 @@ def begin(config: Elements, rows: int):
     row = types.UniTuple(real, rows)
 
     def body(ops, query, length_q, head, lane_n, options):
-        named, lowest, zero = _named(config, options), ops.constant(config.compute, -math.inf), ops.constant(config.compute, 0.0)
+        named, lowest, zero = by_name(config, options), ops.constant(config.compute, -math.inf), ops.constant(config.compute, 0.0)
         if not config.options.sinks:
             return [lowest] * rows, [zero] * rows
-        sink = _sink(ops, named, head) * config.unit
-        weight = exponential(ops, config, sink - ops.select(sink > -math.inf, sink, 0.0))  # 1, or 0 for -inf
+        if config.options.stacked:
+            heads = [(head, query + i * config.lanes_m) for i in range(rows)]
+            sinks = [ops.load_row(ops.place(named["sinks"], each), 1, each[1] < length_q)[0] * config.unit for each in heads]
+        else:
+            sinks = [_sink(ops, named, head) * config.unit]
+        weights = [exponential(ops, config, sink - ops.select(sink > -math.inf, sink, 0.0)) for sink in sinks]  # 1, or 0 for -inf
+        sinks, weights = (x if config.options.stacked else x * rows for x in (sinks, weights))
         exists = [length_q - query > i * config.lanes_m for i in range(rows)]
-        return [ops.select(x, sink, lowest) for x in exists], [ops.select(x & (lane_n == 0), weight, zero) for x in exists]
+        m = [ops.select(x, sink, lowest) for x, sink in zip(exists, sinks, strict=True)]
+        return m, [ops.select(x & (lane_n == 0), weight, zero) for x, weight in zip(exists, weights, strict=True)]
 
     return straight_line(types.UniTuple(row, 2), (*(I32,) * 4, option_types(config)), body)
 
@@ -384,7 +399,7 @@ def finish(config: Elements, output: types.UniTuple):
     row = types.UniTuple(real, config.rows)
 
     def body(ops, o, l, options):
-        named, width, found = _named(config, options), len(o) // config.rows, []
+        named, width, found = by_name(config, options), len(o) // config.rows, []
         for at, x in enumerate(o):
             x = x * named["keep_factor"] if config.options.dropout else x
             found.append(ops.select(l[at // width] == 0.0, ops.constant(config.compute, 0.0), x) if config.options.bias else x)
@@ -398,7 +413,7 @@ def of_sink(config: Elements):
     real = getattr(types, config.compute)
 
     def body(ops, delta, lse, head, options):
-        difference = _sink(ops, _named(config, options), head) - lse
+        difference = _sink(ops, by_name(config, options), head) - lse
         weight = ops.exp(difference) if config.compute == "float64" else ops.exp2(difference * math.log2(math.e))
         return ops.select(lse != -math.inf, weight * delta, 0.0)
 

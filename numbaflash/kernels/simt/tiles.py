@@ -87,7 +87,7 @@ def copy_scaled(config: Elements, rows: int, dim: int, mask: int):
     def body(ops, memory, base, array, batch, first_row, head, scale, thread_row, thread_column):
         _, length, _, columns = array.shape
         index = base + thread_row * dim
-        places = list(_walk(ops, ops.place(array, (batch, first_row + thread_row, head, thread_column)), rows, step, dim, width))
+        places = list(walk_tile(ops, ops.place(array, (batch, first_row + thread_row, head, thread_column)), rows, step, dim, width))
         for start in range(0, len(places), batch_size):
             now, loaded = places[start : start + batch_size], []
             for row, chunk, place in now:
@@ -115,22 +115,33 @@ def copy_tile(config: Elements, rows: int, dim: int, mask: int = 0):
         _, length, _, columns = array.shape
         thread_column = thread_column * count
         corner = ops.place(array, (batch, first_row + thread_row, head, thread_column), contiguous=config.vectors)
-        loaded = []
-        for row, chunk, place in _walk(ops, corner, rows, step, dim, width * count):
-            key = (thread_row + row & mask) * config.vector if mask else 0
-            index, to = base + thread_row * dim + (thread_column ^ key), row * dim + chunk
-            inside = (thread_row < length - first_row - row) & (thread_column < columns - chunk)
-            if config.asynchronous:
-                ops.copy_row(memory, index, to, place, count, inside)
-            else:
-                loaded.append((index, to, ops.load_row(place, count, inside)))
-        for index, to, values in loaded:
-            ops.store(memory, index, to, to_compute(ops, config, values))
+        places = walk_tile(ops, corner, rows, step, dim, width * count)
+        copy_places(
+            ops, config, memory, base, places, dim, mask, thread_row, thread_column, columns, lambda row: thread_row < length - first_row - row
+        )
 
     return straight_line(VOID, (t.memory, I32, t.operand, I32, I32, I32, I32, I32), body)
 
 
-def _walk(ops, place, rows, row_step, columns, column_step):
+def copy_places(ops, config: Elements, memory, base, places, dim, mask, thread_row, thread_column, columns, there):
+    """Straight-line copy of (row, column, place): what a thread copies of a tile of rows of ``dim`` elements, from `columns` of an array.
+
+    ``there(row)`` says whether the array has a row; of others, nothing is read.
+    """
+    count, loaded = config.vector if config.vectors else 1, []
+    for row, chunk, place in places:
+        key = (thread_row + row & mask) * config.vector if mask else 0
+        index, to = base + thread_row * dim + (thread_column ^ key), row * dim + chunk
+        inside = there(row) & (thread_column < columns - chunk)
+        if config.asynchronous:
+            ops.copy_row(memory, index, to, place, count, inside)
+        else:
+            loaded.append((index, to, ops.load_row(place, count, inside)))
+    for index, to, values in loaded:
+        ops.store(memory, index, to, to_compute(ops, config, values))
+
+
+def walk_tile(ops, place, rows, row_step, columns, column_step):
     """(row, column, place) of what a thread copies. Each place is a step from the last: fewer registers than as many offsets."""
     if rows % row_step or columns % column_step:
         raise ValueError(f"threads that copy {row_step} x {column_step} elements at once would write past a tile of {rows} x {columns}")
