@@ -221,6 +221,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, help="folder of the result (bench/results)")
     made.add_argument("--commit", help="commit to write in the records where this is no git checkout")
     made.add_argument("--parse", nargs="+", metavar="CASE=FILE", help="make records of what ncu has printed before, and run nothing")
+    made.add_argument("--show", nargs="+", type=Path, metavar="FILE", help="print the tables of saved records (.jsonl), and run nothing")
     made.add_argument("--source", help="of --parse: where the files are from")
     made.add_argument("--date", help="of --parse: when they were made")
     made.add_argument("--child", help=argparse.SUPPRESS)
@@ -267,6 +268,9 @@ def main(arguments=None) -> int:
         return child([case.name for case in options.cases], options.facts)
     failed = {}
     try:
+        if options.show:
+            print(text_of(records.read(*options.show)))
+            return 0
         if options.files:
             found = parsed(options)
         else:
@@ -274,7 +278,7 @@ def main(arguments=None) -> int:
             if reason:
                 return gpu.refuse(PROGRAM, reason)
             found, failed = measured(options)
-    except (ValueError, subprocess.TimeoutExpired) as error:
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1
     if found:

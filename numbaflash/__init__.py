@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from .api import Explanation, backward, explain, forward, merge
+    from .api import backward, explain, forward, merge
     from .block_mask import BlockMask
     from .caches import append_kv
     from .decoding import DecodePlan, cascade, decode, plan_decode
     from .differentiable import attention
     from .environment import env
+    from .explanation import Explanation
     from .plotting import plot_mask
     from .problem import UnsupportedError
     from .recording import record

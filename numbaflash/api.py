@@ -7,7 +7,6 @@ from .arrays import LIBRARIES, one_library
 from .block_mask import mask_arrays
 from .call import aligned_workspace, find, prepare, prepare_backward, run
 from .dispatch import BACKWARD_OPERANDS, forced_family
-from .explanation import Explanation
 from .explanation import explain as _explain
 from .merging import merge as _merge
 from .problem import (
@@ -25,7 +24,7 @@ from .problem import (
     check_window,
 )
 
-__all__ = ["Explanation", "backward", "explain", "forward", "merge"]
+__all__ = ["backward", "explain", "forward", "merge"]
 
 
 def forward(

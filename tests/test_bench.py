@@ -14,7 +14,7 @@ import pytest
 from simulated_gpu import ROOT, OnCpu, SimulatedDevice
 
 import numbaflash
-from bench import backward, forward, grids, latency, options, table, training
+from bench import backward, forward, grids, latency, options, training
 from numbaflash.benchmarks import accuracy, cells, evidence, gpu, passes, peers, plots, prebuild, progress, records, tables, timing
 
 CELL = cells.Cell("float16", 2, 64, 4, 2, 16, True)
@@ -591,17 +591,6 @@ def test_directions_are_never_mixed():
     both.append(record(ms=0.001, quantity="host time a call", case="c", value=1.0, q1=1.0, q3=1.0, unit="us"))
     text = tables.tables(both, metric="ms")
     assert text.index("# forward") < text.index("# backward") and text.count("1 of 1 cells") == 2 and "host time a call" in text
-
-
-def test_the_table_command(tmp_path, capsys):
-    one = records.write(tmp_path / "a.jsonl", [record(), record("fa4", 1.5)])
-    assert table.main([str(one)]) == 0 and "1.50" in capsys.readouterr().out
-    assert table.main([str(one), "--metric", "ms", "--markdown"]) == 0 and "| 1.5* |" in capsys.readouterr().out
-    for arguments in ([], [str(tmp_path / "none.jsonl")]):
-        with pytest.raises(SystemExit) as stop:
-            table.main(arguments)
-        assert stop.value.code == 2
-    assert "error" in capsys.readouterr().err
 
 
 def test_plots_have_one_file_for_each_dtype_and_kind_of_heads(tmp_path):

@@ -72,6 +72,13 @@ def test_a_run_with_options_and_plots(tmp_path, capsys):
     assert {p.name for p in tmp_path.iterdir()} == {"run.jsonl", "run-options.png"}
 
 
+def test_plots_without_matplotlib_are_refused_before_anything_is_measured(tmp_path, capsys, monkeypatch):
+    spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "matplotlib" else spec(name, *more))
+    status, shown, told = bench_of(capsys, *SMALL, "--plot", "--out", tmp_path / "run.jsonl")
+    assert (status, shown) == (2, "") and "pip install matplotlib" in told and not list(tmp_path.iterdir())
+
+
 def test_without_torch_numpy_is_measured(tmp_path, capsys, monkeypatch):
     spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "torch" else spec(name, *more))
@@ -254,6 +261,13 @@ def test_a_gpu_that_is_not_there(capsys, monkeypatch):
     assert status == 2 and "--device cuda:0: no CUDA GPU was found by PyTorch" in said
     status, shown, _ = bench_of(capsys, "--device", "auto", "--list")
     assert status == 0 and "prefill" in shown
+
+
+def test_saved_runs_are_shown(tmp_path, capsys):
+    path = records.write(tmp_path / "a.jsonl", [record(), record(library="sdpa", ms=1.5)])
+    assert bench_of(capsys, "show", path)[:2] == (0, tables.tables(records.read(path)) + "\n")
+    status, shown, _ = bench_of(capsys, "show", path, "--metric", "ms", "--markdown")
+    assert status == 0 and "| 1.5* |" in shown
 
 
 def test_a_damaged_file(tmp_path, capsys):

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("torch", reason="the benchmark holds its arrays in PyTorch")
 import simulated_gpu  # noqa: E402, F401  (finds bench)
 
-from bench import counter_tables, counters, ncu, table  # noqa: E402
+from bench import counter_tables, counters, ncu  # noqa: E402
 from numbaflash import dispatch, support  # noqa: E402
 from numbaflash.benchmarks import records  # noqa: E402
 
@@ -198,7 +198,8 @@ def test_records_of_what_was_printed_before(tmp_path, capsys):
     assert path.name == "2026-12-01-h200-counters.jsonl"
     assert (record["source"], record["date"], record["commit"], record["driver"]) == ("a test", "2026-12-01", None, None)
     assert counter_tables.text_of([record]) in capsys.readouterr().out
-    assert table.text_of([record]) == counter_tables.text_of([record])
+    assert counters.main(["--show", str(path)]) == 0 and capsys.readouterr().out == counter_tables.text_of([record]) + "\n"
+    assert counters.main(["--show", str(tmp_path / "none.jsonl")]) == 1 and "none.jsonl" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

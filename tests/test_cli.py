@@ -290,7 +290,7 @@ def test_a_gpu_that_no_library_sees_is_told(capsys, monkeypatch):
 
 
 def test_peak_memory_is_measured():
-    from numbaflash.cli.measure import peak_host_bytes
+    from numbaflash.measuring import peak_host_bytes
 
     np.ones(100)
     with peak_host_bytes() as peak:
@@ -657,6 +657,17 @@ def test_fuzz_replays_a_case(tmp_path, capsys):
     (tmp_path / "case.json").write_text(case.to_json())
     status, out, err = command(capsys, "fuzz", "--family", "cpu", "--replay", tmp_path / "case.json")
     assert status == 0 and "passes" in out, out + err
+
+
+# ---- what is missing
+
+
+def test_a_missing_package_and_a_missing_file_are_told(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "hypothesis", None)
+    for name in [name for name in sys.modules if name.startswith(("hypothesis.", "numbaflash.testing.strategies"))]:
+        monkeypatch.delitem(sys.modules, name)
+    refused(capsys, "the package hypothesis, which is not installed: pip install hypothesis", "fuzz", "--minutes", "0.01")
+    refused(capsys, r"nowhere\.jsonl: No such file or directory", "bench", "show", tmp_path / "nowhere.jsonl")
 
 
 # ---- as a process

@@ -229,6 +229,23 @@ def test_links_between_pages():
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_the_table_of_modules_names_every_one():
+    named = set(re.findall(r"`numbaflash\.(\w+)`", (ROOT / "docs" / "call.md").read_text(encoding="utf-8").split("## Modules")[1]))
+    found = {path.stem for path in (ROOT / "numbaflash").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert named == {name for name in found if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("module", ["numbaflash", "numbaflash.torch", "numbaflash.jax", "numbaflash.verify"])
+def test_public_names_are_in_the_reference(module):
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    told = set(re.findall(r"^\.\. auto\w+:: (?:[\w.]+\.)?(\w+)$", text, re.M)) | {
+        name for members in re.findall(r"^   :members: (.+)$", text, re.M) for name in members.split(", ")
+    }
+    tree = ast.parse((ROOT / module.replace(".", "/") / "__init__.py").read_text(encoding="utf-8"))
+    (public,) = (ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "__all__")
+    assert {name for name in public if not name.startswith("_") and not name.isupper()} <= told
+
+
 def test_pages_build(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "-d", tmp_path / "trees", ROOT / "docs", tmp_path / "html"],

@@ -18,7 +18,7 @@ import pytest
 from attention import TOLERANCE
 
 import numbaflash
-from numbaflash import UnsupportedError, batching, reference
+from numbaflash import UnsupportedError, reference
 from numbaflash.dispatch import BACKWARD_OPERANDS
 from numbaflash.problem import DIFFERENTIABLE, NEEDS, make_problem
 
@@ -395,20 +395,24 @@ BASE = {"q": (B, 5, H, D), "k": (B, 6, HK, D)}
     ],
 )  # fmt: skip
 def test_what_joins_the_batch(shapes, want):
+    from numbaflash.jax.batching import join
+
     base = {name: (3, *shape) for name, shape in BASE.items()}
     joined = {name: (3 * B, *shape[1:]) for name, shape in BASE.items()}
-    assert batching.join(base | shapes, (3,), False) == (None if want is None else joined | want)
-    assert batching.join(base | shapes, (3,), True) is None
+    assert join(base | shapes, (3,), False) == (None if want is None else joined | want)
+    assert join(base | shapes, (3,), True) is None
     alone = {name: (1, 1, *shape[shape[0] in (1, 3) :]) for name, shape in shapes.items()}
-    assert batching.join({name: (1, 1, *shape) for name, shape in BASE.items()} | alone, (1, 1), True) == BASE | {
+    assert join({name: (1, 1, *shape) for name, shape in BASE.items()} | alone, (1, 1), True) == BASE | {
         name: shape[2:] for name, shape in alone.items()
     }
 
 
 def test_one_entry_joins_the_batch_with_the_options_of_all():
+    from numbaflash.jax.batching import join
+
     shapes = {"q": (3, 1, 5, H, D), "mask": (3, 5, 6), "alibi_slopes": (3, H), "bias": (1, 1, 5, 6)}
-    assert batching.join(shapes, (3,), False) == {"q": (3, 5, H, D), "mask": (3, 1, 5, 6), "alibi_slopes": (3, H), "bias": (1, 1, 5, 6)}
-    assert batching.join({"q": (3, 2, 1, 5, H, D), "k": (3, 1, 1, 5, H, D)}, (3, 2), False) is None
+    assert join(shapes, (3,), False) == {"q": (3, 5, H, D), "mask": (3, 1, 5, 6), "alibi_slopes": (3, H), "bias": (1, 1, 5, 6)}
+    assert join({"q": (3, 2, 1, 5, H, D), "k": (3, 1, 1, 5, H, D)}, (3, 2), False) is None
 
 
 def test_keys_that_are_the_same_for_all_elements_are_not_copied():

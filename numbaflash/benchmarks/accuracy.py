@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from numbaflash.testing import accuracy as rule
+from ..testing import accuracy as rule
 
 ROWS = 32
 WRONG = "wrong result"

@@ -10,7 +10,7 @@ from functools import cache
 from itertools import accumulate
 from math import prod
 
-from numbaflash.problem import ITEMSIZE, Problem, make_packed_problem, make_problem
+from ..problem import ITEMSIZE, Problem, make_packed_problem, make_problem
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 WIDTH = 2048  # heads * head_dim of the "mha" cells

@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from ..cli.measure import available_host_bytes
+from ..measuring import available_host_bytes
 from . import cells
 
 METHOD = "wall time of a batch of calls, results allocated; libraries interleaved, order rotated, inputs rotated past the last cache"

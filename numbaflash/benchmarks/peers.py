@@ -13,7 +13,7 @@ import json
 import os
 from contextlib import nullcontext
 
-from ..cli.devices import dense_numpy
+from ..dense import dense_arrays
 
 OURS, OURS_DETERMINISTIC, OURS_PADDED, OURS_PLAIN = "numbaflash", "numbaflash-deterministic", "numbaflash-padded", "numbaflash-plain"
 OWN = (OURS, OURS_DETERMINISTIC, OURS_PADDED, OURS_PLAIN)
@@ -349,7 +349,7 @@ class DenseNumpy(Dense):
         xp, scale = self._arrays, q.shape[3] ** -0.5
         arrays = [self._taken(x) for x in (q, k, v)]
         seen = xp.tril(xp.ones((q.shape[1], k.shape[1]), bool), k.shape[1] - q.shape[1]) if causal else None
-        return lambda: dense_numpy(xp, *arrays, seen, scale)
+        return lambda: dense_arrays(xp, *arrays, seen, scale)
 
     def rows(self, results, structure):
         return self._given(results)

@@ -79,6 +79,7 @@ class Comparison:
     after_only: list[str]
 
     def regressions(self, threshold: float) -> list[Change]:
+        """The changes to something slower."""
         return [change for change in self.changes if change.regressed(threshold)]
 
     def failed(self, threshold: float) -> bool:

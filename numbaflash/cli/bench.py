@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 import time
@@ -121,11 +122,13 @@ def _compare(arguments) -> int:
 def _measure(arguments) -> int:
     from ..benchmarks import records
 
+    if arguments.plot and importlib.util.find_spec("matplotlib") is None:
+        raise CommandError("--plot needs the package matplotlib, which is not installed: pip install matplotlib")
     device, reason = _device(arguments.device)
     plan, rounds, budget = _plan(arguments, device)
     out = _out(arguments.out, arguments.overwrite or arguments.list)
     for kind, (_, cells) in plan.groups.items():
-        print(f"{kind}: {len(cells)} cells, {cells[0]}" + (f" to {cells[-1]}" if len(cells) > 1 else ""))
+        print(f"{kind}: {len(cells)} cell{'s' * (len(cells) != 1)}, {cells[0]}" + (f" to {cells[-1]}" if len(cells) > 1 else ""))
     if arguments.list:
         return 0
     from ..benchmarks import session
@@ -180,7 +183,6 @@ def _run(plan, device, common, path, rounds, budget, arguments) -> int:
 
 def _recording(wanted):
     """Whether torch may record what is called; nothing where there is no torch."""
-    import importlib.util
     from contextlib import nullcontext
 
     if importlib.util.find_spec("torch") is None:
@@ -221,8 +223,6 @@ def _device(name) -> tuple[str, str]:
 
 def _plan(arguments, device):
     """(`session.Plan`, rounds, seconds) of the command line."""
-    import importlib.util
-
     from ..benchmarks import cells, session
 
     usual = USUAL[device]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import time
 
+from ..measuring import bytes_text
 from .errors import reported
-from .measure import bytes_text
 
 
 def add_parser(commands) -> argparse.ArgumentParser:

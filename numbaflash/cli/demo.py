@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 
+from ..measuring import bytes_text, seconds, seconds_text
 from . import options
 from .errors import CommandError, reported
-from .measure import bytes_text, seconds, seconds_text
 
 CPU_SIZE = {"batch": 1, "seqlen": 4096, "heads": 8, "head_dim": 64, "dtype": "float32"}
 GPU_SIZE = {"batch": 1, "seqlen": 8192, "heads": 16, "head_dim": 128, "dtype": "bfloat16"}

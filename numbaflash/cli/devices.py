@@ -11,10 +11,11 @@ from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 
+from ..dense import dense_arrays
 from ..dispatch import CPU, Device
+from ..measuring import available_host_bytes, peak_host_bytes
 from ..support import assumed_device
 from .errors import CommandError
-from .measure import available_host_bytes, peak_host_bytes
 
 
 class Cpu:
@@ -39,7 +40,7 @@ class Cpu:
         return available_host_bytes()
 
     def dense(self, q, k, v, seen, scale):
-        return dense_numpy(np, q, k, v, seen, scale)
+        return dense_arrays(np, q, k, v, seen, scale)
 
 
 class Torch:
@@ -131,7 +132,7 @@ class CuPy:
 
     def dense(self, q, k, v, seen, scale):
         with self.device:
-            return dense_numpy(self.cupy, q, k, v, None if seen is None else self.cupy.asarray(seen), scale)
+            return dense_arrays(self.cupy, q, k, v, None if seen is None else self.cupy.asarray(seen), scale)
 
 
 class NumbaCuda:
@@ -206,19 +207,3 @@ def open_device(name: str):
             except Exception as error:  # each library has its own way to say that there is no such GPU
                 reasons.append(f"{kind.library}: {' '.join(str(error).split())}")
     raise CommandError(f"cannot use {name}: {'; '.join(reasons)}. numbaflash env shows what was found")
-
-
-def dense_numpy(xp, q, k, v, seen, scale):
-    """softmax(scale * q k^T) v with the whole score matrix, of size seqlen_q * seqlen_k a head, in memory once."""
-    if q.dtype.itemsize == 2:
-        q, k, v = (x.astype(xp.float32) for x in (q, k, v))
-    group = q.shape[2] // k.shape[2]
-    q, k, v = q.transpose(0, 2, 1, 3), xp.repeat(k.transpose(0, 2, 3, 1), group, 1), xp.repeat(v.transpose(0, 2, 1, 3), group, 1)
-    score = xp.matmul(q, k)
-    score *= q.dtype.type(scale)
-    if seen is not None:
-        xp.copyto(score, q.dtype.type(-np.inf), where=~seen)
-    score -= score.max(-1, keepdims=True)
-    xp.exp(score, out=score)
-    score /= score.sum(-1, keepdims=True)
-    return xp.matmul(score, v).transpose(0, 2, 1, 3)

@@ -16,5 +16,10 @@ def reported():
         yield
     except BrokenPipeError:
         raise
-    except (TypeError, ValueError, RuntimeError, ImportError, OSError) as error:  # RuntimeError: NotImplementedError, CompileError, CudaError
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        raise CommandError(f"this needs the package {package}, which is not installed: pip install {package}") from error
+    except OSError as error:
+        raise CommandError(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)) from error
+    except (TypeError, ValueError, RuntimeError, ImportError) as error:  # RuntimeError: NotImplementedError, CompileError, CudaError
         raise CommandError(str(error)) from error

@@ -4,7 +4,8 @@ XLA calls a handler (its FFI, a C ABI of plain structs) with the addresses of ro
 ctypes callback that looks the prepared launch up: no C++, no host synchronisation, and nothing of Python at all where XLA replays a CUDA graph.
 
 ``functions`` is what users call, ``operations`` what a traced program holds of it, ``launches`` goes from the options of an operation to a
-prepared launch, ``serving`` answers the calls of XLA, ``abi`` are their structs, and ``shards`` is what ``shard_map`` asks for.
+prepared launch, ``serving`` answers the calls of XLA, ``abi`` are their structs, ``batching`` is what ``vmap`` asks for and ``shards`` what
+``shard_map`` does, and ``caches`` writes to caches.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import jax.ffi
 import numpy as np
 
-from ..batching import join, steps
 from ..call import MAX_CALLS, WORKSPACE_ALIGNMENT, aligned_workspace
 from ..dispatch import operands_with
 from ..problem import ITEMSIZE, PAGE_TABLE
@@ -32,6 +31,7 @@ from .abi import (
     shape_of,
     tell_metadata,
 )
+from .batching import join, steps
 from .launches import backward_launch, decodes, forward_launch, forward_plan, inputs_of, is_packed, operands_of, read_options
 
 TARGETS = {"forward": "numbaflash_forward", "backward": "numbaflash_backward"}

@@ -78,6 +78,7 @@ class Report:
         self._until = self._start + until * self.seconds
 
     def add(self, check: str, name: str, status: str, text: str, figures: dict | None = None, seconds: float = 0.0) -> Finding:
+        """Keep a finding, and tell it."""
         finding = Finding(check, name, status, text, figures or {}, round(seconds, 3))
         self.findings.append(finding)
         self.say(str(finding))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ..call import WORKSPACE_ALIGNMENT
-from ..cli.measure import bytes_text
+from ..measuring import bytes_text
 from ..problem import ITEMSIZE
 from .inputs import Inputs
 from .shapes import Call

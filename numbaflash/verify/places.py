@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from ..cli.measure import available_host_bytes, peak_host_bytes
 from ..dispatch import CPU, Device
 from ..files import dtype_of
+from ..measuring import available_host_bytes, peak_host_bytes
 from ..testing.libraries import gpu_libraries, to_numpy
 
 LIBRARIES = ("numpy", "cupy", "torch", "jax")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 
-from ..cli.measure import bytes_text, seconds_text
+from ..measuring import bytes_text, seconds_text
 from .findings import FAIL, INFO, PASS, SKIP, Report
 
 TITLES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from statistics import median
 
-from ..cli.measure import seconds_text
+from ..measuring import seconds_text
 
 LEAST_ROUNDS, MOST_ROUNDS = 5, 101
 

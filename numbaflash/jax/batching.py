@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from .dispatch import contiguous_strides
+from ..dispatch import contiguous_strides
 
 __all__ = ["join", "steps"]
 

@@ -56,6 +56,7 @@ def _kib(path: str, field: str) -> int:
 
 
 def bytes_text(n: int | None) -> str:
+    """Bytes for people: "1.5 MiB"; "not measured" for None."""
     if n is None:
         return "not measured"
     for unit in ("B", "KiB", "MiB"):
@@ -66,6 +67,7 @@ def bytes_text(n: int | None) -> str:
 
 
 def seconds_text(t: float) -> str:
+    """Seconds for people: "310 us", "11.98 ms", "1.234 s"."""
     if t < 1e-3:
         return f"{t * 1e6:.0f} us"
     return f"{t * 1e3:.2f} ms" if t < 0.1 else f"{t:.3f} s"
