@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from dataclasses import replace
 
@@ -14,6 +13,7 @@ from .dispatch import APPEND_OPERANDS
 from .memory import extent, overlaps, overlaps_itself
 from .problem import check_cache_lengths, check_flag, check_page_numbers
 from .problem.caches import make_append
+from .switches import values_are_checked
 
 __all__ = ["append_kv"]
 
@@ -202,7 +202,7 @@ def _prepare(kind, library, arrays, interleaved):
 
 
 def _check_values(library, arrays, what):
-    if os.environ.get("NUMBAFLASH_CHECK", "0") in ("", "0"):
+    if not values_are_checked():
         return
     lengths = LIBRARIES[type(arrays["seqlens_k"])].values(arrays["seqlens_k"])
     if lengths is None:

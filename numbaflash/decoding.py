@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import numpy as np
@@ -28,6 +27,7 @@ from .problem import (
     check_window,
 )
 from .problem.shapes import check_axes, check_equal
+from .switches import values_are_checked
 
 __all__ = ["DecodePlan", "cascade", "decode", "plan_decode"]
 
@@ -257,7 +257,7 @@ class DecodePlan:
         self._options_at = tuple(map(library.address, self._options))
         self._out_at, self._lse_at = library.address(out), library.address(lse) if return_lse else 0
         self._workspace_at = aligned_workspace(library.address(self._workspace)) if call.workspace is not None else 0
-        self._checked = _checks()
+        self._checked = values_are_checked()
         self._apart = {}  # of kinds of results that callers gave
         self._told = options | {name: arrays.get(name) for name in ("alibi_slopes", "sinks")} | {"return_lse": return_lse, "num_splits": num_splits}
 
@@ -598,13 +598,9 @@ def _library(arrays):
     return one_library(**{called(name, "decode"): x for name, x in arrays.items() if x is not None or name in REQUIRED})
 
 
-def _checks() -> bool:
-    return os.environ.get("NUMBAFLASH_CHECK", "0") not in ("", "0")
-
-
 def _check_values(arrays):
     """Check lengths and page numbers where ``NUMBAFLASH_CHECK`` asks for it and their values are there: not in a trace."""
-    if not _checks():
+    if not values_are_checked():
         return
     cache = LIBRARIES[type(arrays["k"])].describe(arrays["k"], "k_cache").shape
     lengths, table = (_values(arrays[name], axes) for name, axes in (("seqlens_k", 1), ("page_table", 2)))

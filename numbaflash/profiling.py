@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 from .dispatch import Launch, Plan
 from .problem import PACKED_FEATURE, PAGE_TABLE
+from .switches import is_on
 
 DOMAIN = "numbaflash"
 """NVTX domain of all ranges."""
@@ -22,7 +21,7 @@ def in_range(plan: Plan, launch: Launch) -> Launch:
     ImportError
         When ranges are asked for and the package nvtx is not installed.
     """
-    if os.environ.get("NUMBAFLASH_NVTX", "0") in ("", "0"):
+    if not is_on("NUMBAFLASH_NVTX"):
         return launch
     try:
         import nvtx

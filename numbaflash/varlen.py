@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 
 from . import recording
@@ -24,6 +22,7 @@ from .problem import (
     check_softcap,
     check_window,
 )
+from .switches import values_are_checked
 
 __all__ = ["attention_varlen", "backward_varlen", "forward_varlen"]
 
@@ -324,7 +323,7 @@ def _options(max_seqlen_q, max_seqlen_k, scale, causal, window, softcap, dropout
 
 def _check_values(arrays, options):
     """Check the boundaries where ``NUMBAFLASH_CHECK`` asks for it and their values are there: not in a trace."""
-    if os.environ.get("NUMBAFLASH_CHECK", "0") in ("", "0"):
+    if not values_are_checked():
         return
     for name, rows, longest in (("cu_seqlens_q", "q", "max_seqlen_q"), ("cu_seqlens_k", "k", "max_seqlen_k")):
         library = LIBRARIES[type(arrays[name])]
