@@ -253,8 +253,7 @@ class DecodePlan:
         self._at_table = library.same_kind(arrays["page_table"]) if self._paged else None
         self._at, self._looks = None, MOST_LOOKS
         self._look_at_once(*(arrays.get(name) for name in ("q", "k", "v", "seqlens_k", "page_table")))
-        self._options = [arrays[name] for name in ("alibi_slopes", "sinks") if name in arrays]
-        self._options_at = tuple(map(library.address, self._options))
+        self._options = [(name, arrays[name], library.inspect(arrays[name])[1]) for name in ("alibi_slopes", "sinks") if name in arrays]
         self._out_at, self._lse_at = library.address(out), library.address(lse) if return_lse else 0
         self._workspace_at = aligned_workspace(library.address(self._workspace)) if call.workspace is not None else 0
         self._checked = values_are_checked()
@@ -318,7 +317,8 @@ class DecodePlan:
             _check_values({"k": k_cache, "seqlens_k": seqlens_k, "page_table": page_table})
         place, handle = (None, self._current_stream()) if stream is None else self._call.on(stream)
         table = (table_at,) if paged else ()
-        addresses = q_at, k_at, v_at, self._out_at, self._lse_at, *self._options_at, lengths_at, *table, self._workspace_at
+        options = self._addresses_of_options() if self._options else ()
+        addresses = q_at, k_at, v_at, self._out_at, self._lse_at, *options, lengths_at, *table, self._workspace_at
         if out is not None or lse is not None:
             addresses = self._with_places(out, lse, addresses)
         if self._launch is not None:
@@ -350,6 +350,14 @@ class DecodePlan:
             self.run(**lent, out=out_lent, lse=lse_lent, stream=stream)
         out = self.out if out is None else out
         return out if self.lse is None else (out, self.lse if lse is None else lse)
+
+    def _addresses_of_options(self):
+        """Of the arrays that the plan keeps, which their owner may have given other memory (``parameter.data = ...``)."""
+        found = []
+        for name, x, kind in self._options:
+            at, now = self._library.inspect(x)
+            found += [at] if at and now == kind else self._addresses({name: x})
+        return found
 
     def _addresses(self, arrays):
         """Addresses of arrays that are not just what was planned; an error where that matters."""

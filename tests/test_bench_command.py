@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 from dataclasses import replace
 
@@ -275,6 +276,34 @@ def test_a_damaged_file(tmp_path, capsys):
     path.write_text(json.dumps(record()) + "\n{broken\n")
     status, _, said = bench_of(capsys, "show", path)
     assert status == 2 and "a.jsonl, line 2" in said
+    path.write_bytes(b"\xff\xfe\x00")
+    status, _, said = bench_of(capsys, "show", path)
+    assert status == 2 and "a.jsonl holds no records" in said
+
+
+def test_what_cannot_be_kept_or_drawn_is_told_before_anything_is_measured(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "matplotlib" else find(name, *more))
+    status, _, said = bench_of(capsys, *SMALL, "--only", "prefill", "--plot")
+    assert status == 2 and "--plot needs matplotlib" in said
+    monkeypatch.setattr(os, "access", lambda *unused: False)
+    status, _, said = bench_of(capsys, *SMALL, "--only", "prefill")
+    assert status == 2 and "this folder cannot be written" in said and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_an_interrupted_run_keeps_what_it_has(measured, tmp_path, capsys, monkeypatch):
+    def interrupted(runs, *unused, **more):
+        if measured:
+            runs[0].skip(runs[0].options.cells[0], "a test", lambda text: None)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(running, "measure", interrupted)
+    out = tmp_path / "run.jsonl"
+    status, _, said = bench_of(capsys, *SMALL, "--only", "prefill", "--out", out)
+    assert status == 130 and (f"what was measured is in {out}" if measured else "nothing was measured") in said
+    assert out.exists() is measured
 
 
 # ---- two runs

@@ -547,6 +547,30 @@ def test_options_are_read_in_each_run():
     assert not np.array_equal(before, want)
 
 
+@pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])
+def test_options_that_moved_are_found_again(name):
+    """``parameter.data = ...``, as torch and what loads weights do it, leaves a plan with memory that is free."""
+    torch = pytest.importorskip("torch")
+    given = [torch.from_numpy(x) for x in planned()[1]]
+    option = torch.ones(given[0].shape[2])
+    plan = numbaflash.plan_decode(*given, **{name: option})
+    plan.run(*given)
+    option.data = torch.linspace(0, 3, len(option))
+    assert torch.equal(plan.run(*given), numbaflash.decode(*given, **{name: option}))
+    option.data = option.double()
+    with pytest.raises(ValueError, match=f"{name} must have the planned dtype float32; got float64"):
+        plan.run(*given)
+    option.data = option.float()
+    option.requires_grad_()
+    with pytest.raises(ValueError, match=f"{name} takes part in automatic differentiation"):
+        plan.run(*given)
+    option.detach_().requires_grad_(False).untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=f"{name} has no memory"):
+        plan.run(*given)
+    with pytest.raises(TypeError, match="q is traced by torch.func"):
+        torch.vmap(lambda q: plan.run(q, *given[1:]))(torch.stack([given[0]] * 2))
+
+
 def test_results_that_a_run_is_given():
     plan, given = planned(return_lse=True)
     want, want_lse = (x.copy() for x in plan.run(*given))

@@ -169,6 +169,42 @@ def test_make_fx(function, made, mode):
     assert_same(graph, function, arrays)
 
 
+@functions
+def test_make_fx_before_dispatch(function, made):
+    """Its modes lie on a stack of their own, which torch does not count among the others."""
+    arrays = made()
+    graph = make_fx(function, pre_dispatch=True)(*[x.clone() for x in arrays])
+    assert "numbaflash" in graph.code and "empty" not in graph.code
+    assert_same(graph, function, arrays)
+    with pytest.raises(TypeError, match="no trace can contain out"):
+        make_fx(lambda *x: nf.decode(*x, out=torch.empty(3, 2, 4, 24)), pre_dispatch=True)(*paged())
+
+
+@pytest.mark.parametrize("function", [nf.decode, lambda q, k, v, *x, **o: nf.attention(q, k[:3], v[:3], **o)], ids=["decode", "attention"])
+def test_a_softcap_that_changes(function):
+    """torch.compile makes a symbol of it, and no graph may break."""
+    compare = compiled(function, dynamic=True)
+    for softcap in (30.0, 2, 1.5):
+        assert_same(lambda *x, c=softcap: compare(*x, softcap=c), lambda *x, c=softcap: function(*x, softcap=c), paged())
+    for wrong in (0.0, -1.0, float("nan")):
+        with pytest.raises(Exception, match="softcap must be finite and positive"):
+            compiled(function)(*paged(), softcap=wrong)
+
+
+def test_export_of_tensors_that_are_no_buffers():
+    """They are constants of the trace, and stay plain tensors in it."""
+
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            cache = k, v, self.lengths, self.table
+            return nf.decode(q, *cache), nf.cascade(q, self.prefix, self.prefix, *cache)
+
+    model, (q, k, _, *rest) = Model(), paged()
+    model.lengths, model.table, model.prefix = *rest, random(20, 2, 16)
+    program = torch.export.export(model, (q, k, k * 2), strict=False)
+    assert_same(program.module(), model, (q, k, k * 2))
+
+
 def test_jit_trace():
     with torch.no_grad():
         traced = torch.jit.trace(FUNCTIONS["decode"][0], paged())

@@ -63,8 +63,11 @@ def one_library(**arrays) -> Library:
         When they come from more than one library.
     """
     found = {name: library(x, name) for name, x in arrays.items()}
-    first, *others = found.values()
-    if any(other is not first for other in others):
+    first, *others = dict.fromkeys(found.values())
+    if others:
+        home = next((one for one in found.values() if all(other is one or one.joins(other) for other in found.values())), None)
+        if home is not None:
+            return home
         raise TypeError(
             f"{_listed(found)} must come from one array library; got {', '.join(f'{name} from {lib.name}' for name, lib in found.items())}. "
             "Convert them to one library first (numpy.asarray, torch.from_dlpack, ...)"

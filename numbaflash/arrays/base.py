@@ -80,6 +80,10 @@ class Library:
     one_device = True
     """Whether to check that all arrays of a call lie on one device; False where the library does."""
 
+    def joins(self, other) -> bool:
+        """Whether arrays of another library may stand beside those of this one, which then answers for all."""
+        return False
+
     def inspect(self, x) -> tuple[int, tuple]:
         """Address of the first element, and a hashable key: arrays of equal keys have equal facts, the address aside."""
         raise NotImplementedError

@@ -36,6 +36,8 @@ _PLAIN = torch.Tensor.__torch_dispatch__
 
 _active_modes = torch._C._len_torch_dispatch_stack
 _is_tracing = torch._C._is_tracing
+_included = torch._C._dispatch_tls_is_dispatch_key_included
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 
 
 def recorded() -> bool:
@@ -43,7 +45,17 @@ def recorded() -> bool:
 
     So it is under torch.compile, in ``torch.jit.trace`` and in any dispatch mode (``make_fx``, ``FakeTensorMode``, selective checkpoints, ...).
     """
-    return is_dynamo_compiling() or _active_modes() > 0 or _is_tracing()
+    return is_dynamo_compiling() or records_operations()
+
+
+def records_operations() -> bool:
+    """The same, but for torch.compile."""
+    return _active_modes() > 0 or _is_tracing() or _included(_PRE_DISPATCH)
+
+
+def traced_before_dispatch() -> bool:
+    """Whether a mode of ``make_fx(pre_dispatch=True)`` or torch.export is active: those lie on a stack of their own."""
+    return _included(_PRE_DISPATCH)
 
 
 def _current_stream_function():
@@ -74,7 +86,7 @@ def _operator(name):
 
 def _where_recorded(name):
     """An operator where torch records, else None; torch.compile has been given another before it looks here."""
-    return property(lambda self: _operator(name) if is_dynamo_compiling() or _active_modes() or _is_tracing() else None)
+    return property(lambda self: _operator(name) if recorded() else None)
 
 
 def _recorded_merge(outs, lses):
@@ -121,7 +133,7 @@ class Torch(Library):
         """None, except where torch records. torch.compile breaks its graph at the call, others meet an operator of torch."""
         if is_dynamo_compiling():
             return partial(_untraced, "forward")
-        return _operator("forward") if _active_modes() or _is_tracing() else None
+        return _operator("forward") if records_operations() else None
 
     def attention(self, q, k, v, **options):
         from ..torch import attention
@@ -134,7 +146,7 @@ class Torch(Library):
         return attention_varlen(*arrays, **options)
 
     def values(self, x):
-        if _active_modes() or _is_tracing() or x.device.type not in ("cpu", "cuda") or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if records_operations() or x.device.type not in ("cpu", "cuda") or torch._C._functorch.is_functorch_wrapped_tensor(x):
             return None
         return x.detach().cpu().numpy()
 
@@ -143,7 +155,7 @@ class Torch(Library):
         """Like `forward`."""
         if is_dynamo_compiling():
             return partial(_untraced, "backward")
-        return _operator("backward") if _active_modes() or _is_tracing() else None
+        return _operator("backward") if records_operations() else None
 
     decode, cascade, append_kv = map(_where_recorded, ("decode", "cascade", "append_kv"))
 
@@ -156,7 +168,7 @@ class Torch(Library):
         """None, except where torch records: torch.compile breaks its graph at the call, others meet what they can record."""
         if is_dynamo_compiling():
             return partial(_untraced, "merge")
-        return _recorded_merge if torch.is_grad_enabled() or _active_modes() or _is_tracing() else None
+        return _recorded_merge if torch.is_grad_enabled() or records_operations() else None
 
     def inspect(self, x):
         at = x.data_ptr()
@@ -176,7 +188,10 @@ class Torch(Library):
                 and other.device == device
                 and not (other.requires_grad or other.is_neg() or getattr(forward_ad, "_current_level", -1) >= 0)
             ):
-                at = other.data_ptr()
+                try:
+                    at = other.data_ptr()
+                except RuntimeError:  # within torch.func, say
+                    return 0
                 return at if at & 15 == alignment else 0
             return 0
 
@@ -297,6 +312,10 @@ class Traced(Torch):
     """Tensors of a trace: shapes without memory, of which only an operator of torch can make others."""
 
     name = "a trace of PyTorch"
+
+    def joins(self, other):
+        """Constants of what is traced: torch.export leaves a module's tensors that are no buffers as they are."""
+        return other is TORCH and records_operations()
 
     def address(self, x):
         return 0

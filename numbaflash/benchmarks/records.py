@@ -90,7 +90,11 @@ def read(*paths) -> list[dict]:
     """Records of one or more files, in order, each checked."""
     records = []
     for path in paths:
-        for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+        try:
+            text = Path(path).read_text()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} holds no records: {error}") from None
+        for number, line in enumerate(text.splitlines(), 1):
             if line.strip():
                 try:
                     record = json.loads(line)

@@ -120,17 +120,23 @@ def _compare(arguments) -> int:
 
 
 def _measure(arguments) -> int:
+    import importlib.util
+
     from ..benchmarks import records
 
     if arguments.plot and importlib.util.find_spec("matplotlib") is None:
         raise CommandError("--plot needs the package matplotlib, which is not installed: pip install matplotlib")
     device, reason = _device(arguments.device)
     plan, rounds, budget = _plan(arguments, device)
+    if arguments.plot and not arguments.list and importlib.util.find_spec("matplotlib") is None:
+        raise CommandError("--plot needs matplotlib: pip install matplotlib")
     out = _out(arguments.out, arguments.overwrite or arguments.list)
     for kind, (_, cells) in plan.groups.items():
         print(f"{kind}: {len(cells)} cell{'s' * (len(cells) != 1)}, {cells[0]}" + (f" to {cells[-1]}" if len(cells) > 1 else ""))
     if arguments.list:
         return 0
+    if out is None and not os.access(".", os.W_OK):
+        raise CommandError("this folder cannot be written; name a file in another one with --out")
     from ..benchmarks import session
 
     common = session.device_fields(device) | records.run_fields()
@@ -168,7 +174,11 @@ def _run(plan, device, common, path, rounds, budget, arguments) -> int:
                 running.add_kernel_names(runs, progress.note)
                 save()
     except KeyboardInterrupt:
-        print(f"\nnumbaflash: interrupted; what was measured is in {path}", file=sys.stderr)
+        told = "nothing was measured"
+        if any(run.records for run in runs):
+            save()
+            told = f"what was measured is in {path}"
+        print(f"\nnumbaflash: interrupted; {told}", file=sys.stderr)
         return 130
     finally:
         progress.close()

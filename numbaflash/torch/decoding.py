@@ -13,10 +13,10 @@ from .. import caches, decoding
 from ..arrays import Facts
 from ..arrays.torch import TORCH, not_recorded
 from ..call import check_one_device
-from ..problem import UnsupportedError, check_flag, check_num_splits, check_softcap, make_decode_problem
+from ..problem import UnsupportedError, check_flag, check_num_splits, make_decode_problem
 from ..problem.caches import make_append
 from ..problem.shapes import check_axes
-from .operators import CAUSAL, known, lse_of, name_of, plain_numbers, refuse_to_record, unrecorded
+from .operators import CAUSAL, known, lse_of, name_of, plain_numbers, plain_softcap, refuse_to_record, unrecorded
 
 _CACHES = "Tensor k_cache, Tensor v_cache, Tensor seqlens_k, Tensor? page_table"
 _NUMBERS = "float? scale, int causal, int? left, int? right, float? softcap, int? num_splits"
@@ -110,13 +110,13 @@ def _check(arrays):
 
 
 def _decode(*arguments, scale, causal, window, softcap, num_splits):
-    found = torch.ops.numbaflash.decode(*arguments, *plain_numbers(scale, causal, window), check_softcap(softcap), check_num_splits(num_splits))
+    found = torch.ops.numbaflash.decode(*arguments, *plain_numbers(scale, causal, window), plain_softcap(softcap), check_num_splits(num_splits))
     return tuple(found) if len(found) == 2 else found[0]
 
 
 def _cascade(*arguments, scale, causal, window, softcap, num_splits):
     *arrays, return_lse = arguments
-    numbers = *plain_numbers(scale, causal, window), check_softcap(softcap), check_num_splits(num_splits)
+    numbers = *plain_numbers(scale, causal, window), plain_softcap(softcap), check_num_splits(num_splits)
     out, lse = torch.ops.numbaflash.cascade(*arrays, *numbers)
     return (out, lse) if return_lse else out
 

@@ -6,13 +6,13 @@ import torch
 
 from .. import merging
 from ..arrays import library
-from ..arrays.torch import _active_modes, _is_tracing
+from ..arrays.torch import records_operations
 
 
 def merge(outs, lses):
     """`numbaflash.merge` of tensors any of which may require a gradient."""
     tensors = [x for x in (*outs, *lses) if isinstance(x, torch.Tensor)]
-    if _active_modes() or _is_tracing():  # which record the operations that it is made of
+    if records_operations():  # which record the operations that it is made of
         home = library(outs[0], "outs[0]")
         facts = {f"{name}[{i}]": home.describe(x.detach(), f"{name}[{i}]") for name, xs in (("outs", outs), ("lses", lses)) for i, x in enumerate(xs)}
         return merging.by_operations(home, outs, lses, *merging.check(facts))

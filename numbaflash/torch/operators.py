@@ -14,7 +14,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from ..arrays.torch import TORCH
+from ..arrays.torch import TORCH, records_operations, traced_before_dispatch
 from ..block_mask import BlockMask, mask_arrays
 from ..problem import (
     DIFFERENTIABLE,
@@ -54,7 +54,7 @@ def _plain_options(*, scale, causal, window, deterministic, softcap=None, dropou
     if not isinstance(seed, torch.Tensor):
         seed = check_seed(seed, check_dropout(dropout))
         seed = torch.tensor(seed - 2**64 if seed >= 2**63 else seed, device="cpu") if dropout else None
-    further = [check_softcap(softcap), float(check_dropout(dropout)) if dropout else 0, seed, *[tensors.get(name) for name in _TENSOR_OPTIONS]]
+    further = [plain_softcap(softcap), float(check_dropout(dropout)) if dropout else 0, seed, *[tensors.get(name) for name in _TENSOR_OPTIONS]]
     for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         further.append(value if isinstance(value, torch.SymInt) else check_max_seqlen(name, value))
     further.append(tensors.get("block_mask"))
@@ -71,6 +71,15 @@ def plain_numbers(scale, causal, window):
         scale = check_scale(scale, 1)
     causal = check_causal(causal)
     return scale, 2 if causal == "top_left" else int(causal), *check_window(window)
+
+
+def plain_softcap(softcap):
+    """A softcap as operators take it: one that torch.compile does not know by its value is checked where the operator runs."""
+    if isinstance(softcap, (int, torch.SymInt)) and not isinstance(softcap, bool):
+        softcap = torch.sym_float(softcap)
+    if not isinstance(softcap, (float, torch.SymFloat)) or not softcap > 0:
+        return check_softcap(softcap)
+    return softcap
 
 
 def _options_of(scale, causal, left, right, deterministic, softcap=None, dropout=0.0, seed=None, *tensors):
@@ -128,7 +137,7 @@ def check_tensors(arrays, options):
 def refuse_to_record(function, given):
     """A trace would not contain what is written into the caller's arrays. Other modes watch what really runs, and may miss it."""
     traces = FakeTensorMode, FunctionalTensorMode, ProxyTorchDispatchMode
-    if torch._C._is_tracing() or any(isinstance(mode, traces) for mode in _get_current_dispatch_mode_stack()):
+    if torch._C._is_tracing() or traced_before_dispatch() or any(isinstance(mode, traces) for mode in _get_current_dispatch_mode_stack()):
         names = ", ".join(name for name, x in given.items() if x is not None)
         raise TypeError(
             f"numbaflash.{function} is traced by torch (make_fx, torch.jit.trace, FakeTensorMode), and no trace can contain {names}. "
@@ -138,7 +147,7 @@ def refuse_to_record(function, given):
 
 def unrecorded():
     """Within an operator nothing is to be recorded again, even where a mode did not step aside for it."""
-    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+    return _disable_current_modes() if records_operations() else nullcontext()
 
 
 @torch.library.custom_op(
