@@ -315,6 +315,10 @@ class DecodePlan:
                 self._look_at_once(q, k_cache, v_cache, seqlens_k, page_table)
         if self._checked:
             _check_values({"k": k_cache, "seqlens_k": seqlens_k, "page_table": page_table})
+        if q_at == self._out_at != 0 and out is None:
+            raise ValueError("q must not be the plan's own result, which the run writes; pass a copy of it, or out=")
+        if library.moves:
+            self._check_own_results()
         place, handle = (None, self._current_stream()) if stream is None else self._call.on(stream)
         table = (table_at,) if paged else ()
         options = self._addresses_of_options() if self._options else ()
@@ -350,6 +354,12 @@ class DecodePlan:
             self.run(**lent, out=out_lent, lse=lse_lent, stream=stream)
         out = self.out if out is None else out
         return out if self.lse is None else (out, self.lse if lse is None else lse)
+
+    def _check_own_results(self):
+        """The plan's own results must lie where it allocated them."""
+        for name, x, at in (("out", self.out, self._out_at), ("lse", self.lse, self._lse_at)):
+            if x is not None and self._library.address(x) != at:
+                raise ValueError(f"{name} of the plan was given other memory (.data, set_ or resize_); make another plan with numbaflash.plan_decode")
 
     def _addresses_of_options(self):
         """Of the arrays that the plan keeps, which their owner may have given other memory (``parameter.data = ...``)."""

@@ -130,4 +130,4 @@ def by_operations(library: Library, outs, lses, dtype, lse_dtype):
         for out, lse, weight in zip(outs, lses, weights, strict=True)
     )
     acc = reduce(lambda a, b: a + b, parts)
-    return library.cast(acc / column(total), dtype), xp.where(nothing, -inf, finite_top + xp.log(total))
+    return library.row_major(library.cast(acc / column(total), dtype)), library.row_major(xp.where(nothing, -inf, finite_top + xp.log(total)))

@@ -156,6 +156,22 @@ def test_inputs_that_are_changed_are_noticed(tmp_path):
     assert [r["skipped"] for r in run.records] == ["wrong result: it has changed its inputs"]
 
 
+def test_results_of_another_dtype_are_wrong():
+    torch = pytest.importorskip("torch")
+
+    class Wide(OnCpu):
+        def bind(self, q, k, v, causal):
+            right = super().bind(q, k, v, causal)
+            return lambda: right().double()
+
+    options = type("Options", (), {"cells": [CELL], "rounds": 2, "budget": 5.0})
+    device = SimulatedDevice()
+    libraries = {"numbaflash": Wide("numbaflash", device, 1.0), "fa2": OnCpu("fa2", device, 1.0)}
+    run = running.Run(passes.Forward, options, libraries, {"gpu": "Simulated"}, device)
+    assert set(run.admit(CELL, lambda text: None)) == {"fa2"} and torch
+    assert [r["skipped"] for r in run.records] == ["wrong result: dtype float64, expected float16"]
+
+
 def test_what_does_not_fit_is_left_out_before_it_is_made(tmp_path):
     device = cpu.Cpu()
     device.free_bytes = lambda: 1000
@@ -276,6 +292,9 @@ def test_a_damaged_file(tmp_path, capsys):
     path.write_text(json.dumps(record()) + "\n{broken\n")
     status, _, said = bench_of(capsys, "show", path)
     assert status == 2 and "a.jsonl, line 2" in said
+    path.write_text("")
+    status, _, said = bench_of(capsys, "show", path)
+    assert status == 2 and "there are no records" in said
     path.write_bytes(b"\xff\xfe\x00")
     status, _, said = bench_of(capsys, "show", path)
     assert status == 2 and "a.jsonl holds no records" in said

@@ -421,6 +421,20 @@ def test_a_plan_looks_at_torch_tensors_at_once(paged, monkeypatch):
     assert plan._at is None and torch.equal(plan.run(*given), want)
 
 
+def test_the_result_of_a_plan_is_its_own():
+    torch = pytest.importorskip("torch")
+    for convert in (np.array, torch.from_numpy):
+        q, *rest = [convert(x) for x in arrays(head_dim=16, head_dim_v=16)]
+        plan = numbaflash.plan_decode(q, *rest)
+        plan.run(q, *rest)
+        with pytest.raises(ValueError, match="q must not be the plan's own result"):
+            plan.run(plan.out, *rest)
+        plan.run(plan.out, *rest, out=plan.out.copy() if convert is np.array else plan.out.clone())
+    plan.out.data = torch.zeros_like(plan.out)
+    with pytest.raises(ValueError, match="out of the plan was given other memory"):
+        plan.run(q, *rest)
+
+
 def test_a_plan_keeps_no_tensor_of_a_run():
     torch = pytest.importorskip("torch")
     given = [torch.from_numpy(x.copy()) for x in arrays()]
@@ -766,6 +780,7 @@ def test_cascades_of_libraries():
     prefix = rng.standard_normal((11, 2, 16), dtype=np.float32), rng.standard_normal((11, 2, 24), dtype=np.float32)
     given = (q, *prefix, k, v, lengths, table)
     want = numbaflash.cascade(*given, causal=True)
+    assert want.flags.c_contiguous
     assert_close([numbaflash.cascade(*map(torch.from_numpy, given), causal=True)], [want])
     assert_close([jax.jit(lambda *x: numbaflash.cascade(*x, causal=True))(*map(jnp.asarray, given))], [want])
     with pytest.raises(numbaflash.UnsupportedError, match="cascade takes arrays of NumPy, CuPy, PyTorch or JAX"):

@@ -1441,7 +1441,7 @@ def test_fuzz_finds_shrinks_and_replays(tmp_path):
     case, recorded = testing.load(failure)
     assert recorded["error"].startswith("AccuracyError: ")
     assert case.work <= 64 and case.batch == case.kv_heads == 1 and case.q == Placement(), "small, and plain"
-    assert f"numbaflash fuzz --replay {failure}" in text.getvalue() and repr(case) in text.getvalue()
+    assert f'numbaflash.testing.replay("{failure}", kernel=...)' in text.getvalue() and repr(case) in text.getvalue()
     assert not failure.with_name("failure.json.running").exists()
     again = io.StringIO()
     assert testing.replay(failure, kernel=own("dropped key"), file=again) == 1
@@ -1564,7 +1564,13 @@ def test_replay_messages(tmp_path):
     path = tmp_path / "case.json"
     with pytest.raises(FileNotFoundError):
         testing.replay(path)
-    for text, message in (("{", "holds no case"), ("3", "expected a JSON object, got int"), ('{"case": {"x": 1}}', "unknown fields x")):
+    for text, message in (
+        ("{", "holds no case"),
+        ("3", "expected a JSON object, got int"),
+        ('{"case": {"x": 1}}', "unknown fields x"),
+        ('{"direction": ["decode"], "case": {}}', r"case.json holds no case: direction must be .*; got \['decode'\]"),
+        ('{"direction": "decode", "case": {"seqlen_q": "x"}}', "case.json holds no case: "),
+    ):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             testing.replay(path)

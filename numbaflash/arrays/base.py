@@ -80,6 +80,9 @@ class Library:
     one_device = True
     """Whether to check that all arrays of a call lie on one device; False where the library does."""
 
+    moves = False
+    """Whether the owner of an array can give it other memory."""
+
     def joins(self, other) -> bool:
         """Whether arrays of another library may stand beside those of this one, which then answers for all."""
         return False
@@ -149,6 +152,10 @@ class Library:
     def from_host(self, like, array):
         """A NumPy array as one of the library, on the device of ``like``."""
         raise NotImplementedError
+
+    def row_major(self, x):
+        """``x``, copied where its elements do not follow one another."""
+        return x
 
     def cast(self, x, dtype: str):
         """``x`` in another dtype."""

@@ -65,6 +65,9 @@ class CuPy(Library):
         with _on(like.data.device_id, None):
             return cupy.asarray(array)
 
+    def row_major(self, x):
+        return self.namespace.asarray(x, order="C")
+
     def cast(self, x, dtype):
         return x.astype(dtype_of(dtype, x.dtype), copy=False)
 

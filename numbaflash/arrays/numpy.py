@@ -102,6 +102,9 @@ class NumPy(Library):
     def from_host(self, like, array):
         return array
 
+    def row_major(self, x):
+        return np.asarray(x, order="C")
+
     def cast(self, x, dtype):
         return x.astype(dtype_of(dtype, x.dtype), copy=False)
 

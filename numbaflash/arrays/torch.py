@@ -127,6 +127,7 @@ class Torch(Library):
     name = "PyTorch"
     namespace = torch
     builds_on_device = True
+    moves = True
 
     @property
     def forward(self):
@@ -291,6 +292,9 @@ class Torch(Library):
 
     def from_host(self, like, array):
         return torch.from_numpy(array).to(like.device)
+
+    def row_major(self, x):
+        return x.contiguous()
 
     def cast(self, x, dtype):
         return x.to(getattr(torch, dtype))

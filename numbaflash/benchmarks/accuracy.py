@@ -28,6 +28,12 @@ def kind_of(results) -> list[tuple]:
     return [(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in each]
 
 
+def other_dtype(results, dtype: str) -> str | None:
+    """What is wrong with results of another dtype than that of the problem; None when nothing is."""
+    other = next((found for _, found in kind_of(results) if found != dtype), None)
+    return other and f"{WRONG}: dtype {other}, expected {dtype}"
+
+
 def disagreement(ours, theirs, dtype: str) -> str | None:
     """What is different about two results that must be the same; None when they are.
 

@@ -122,7 +122,7 @@ class Run:
             first, turn = self.what.calls(library, sets, cell)
             result = library.rows(first(), cell.structure)
             error, complaint = sample.judge(result)
-            complaint = complaint or agreement.complaint(library.name, result)
+            complaint = complaint or accuracy.other_dtype(result, cell.dtype) or agreement.complaint(library.name, result)
             if complaint:
                 return None, {}, complaint
             told = self.told.get((library.name, str(cell)))

@@ -103,6 +103,8 @@ def _show(arguments) -> int:
     from ..benchmarks.progress import colour_wanted
 
     found = records.read(*arguments.files)
+    if not found:
+        raise CommandError(f"{', '.join(map(str, arguments.files))}: there are no records")
     print(tables.tables(found, metric=arguments.metric, markdown=arguments.markdown, colour=colour_wanted() and not arguments.markdown))
     return 0
 
@@ -128,8 +130,6 @@ def _measure(arguments) -> int:
         raise CommandError("--plot needs the package matplotlib, which is not installed: pip install matplotlib")
     device, reason = _device(arguments.device)
     plan, rounds, budget = _plan(arguments, device)
-    if arguments.plot and not arguments.list and importlib.util.find_spec("matplotlib") is None:
-        raise CommandError("--plot needs matplotlib: pip install matplotlib")
     out = _out(arguments.out, arguments.overwrite or arguments.list)
     for kind, (_, cells) in plan.groups.items():
         print(f"{kind}: {len(cells)} cell{'s' * (len(cells) != 1)}, {cells[0]}" + (f" to {cells[-1]}" if len(cells) > 1 else ""))

@@ -163,8 +163,16 @@ def load(path) -> tuple[Case, dict]:
         raise ValueError(f"{path} holds no case: expected a JSON object, got {type(data).__name__}")
     if "case" not in data:
         data = {"case": data}
-    kind = {"backward": BackwardCase, "decode": DecodeCase}.get(data.get("direction"), Case)
-    return kind.from_json(json.dumps(data["case"])), data
+    direction = data.get("direction", "forward")
+    kind = {"forward": Case, "backward": BackwardCase, "decode": DecodeCase}.get(direction if isinstance(direction, str) else None)
+    if kind is None:
+        raise ValueError(f'{path} holds no case: direction must be "forward", "backward" or "decode"; got {direction!r}')
+    try:
+        case = kind.from_json(json.dumps(data["case"]))
+        case.problem  # noqa: B018  whether its fields make one
+        return case, data
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise ValueError(f"{path} holds no case: {error}") from None
 
 
 def _library(library, family) -> str:
@@ -304,10 +312,10 @@ class _Search:
             return 0
         self.failure.write_text(self._record(self.failing))
         family = f" --family {self.family}" if self.family else ""
-        self._print(
-            f"\n{type(self.error).__name__}: {self.error}\n\n{self.failing.snippet(family=self.family, library=self.library)}\n"
-            f"numbaflash fuzz{family} --replay {self.failure}"
-        )
+        again = f"numbaflash fuzz{family} --replay {self.failure}"
+        if self.kernel is not None:  # of which the command line knows nothing
+            again = f'numbaflash.testing.replay("{self.failure}", kernel=...)'
+        self._print(f"\n{type(self.error).__name__}: {self.error}\n\n{self.failing.snippet(family=self.family, library=self.library)}\n{again}")
         return 1
 
     def _record(self, case):
