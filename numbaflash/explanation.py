@@ -10,6 +10,7 @@ from .arrays import one_library
 from .block_mask import BlockMask
 from .call import RESULTS, called, check_apart, describe, device_of, plan_backward_call, plan_call, plan_decode_call
 from .problem import DIFFERENTIABLE_OPTIONS, NEEDS, OPTIONS, PACKED, PACKED_FEATURE, Problem, check_flag, check_needed, check_needs
+from .support import ASSUMED
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Explanation:
 
     def __str__(self):
         p, plan = self.problem, self.plan
-        where = self.device.name if self.device.kind == "cpu" else f"{self.device.name} (cuda:{self.device.index})"
+        placeless = self.device.kind == "cpu" or f"({ASSUMED}," in self.device.name
+        where = self.device.name if placeless else f"{self.device.name} (cuda:{self.device.index})"
         lines = [
             ("problem", f"{p.dtype}, q {p.q_shape}, k {p.k_shape}, v {p.v_shape}"),
             ("band", _band(p)),

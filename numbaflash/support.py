@@ -75,6 +75,10 @@ class Row:
     options: tuple[str, ...]
 
 
+ASSUMED = "assumed"
+"""What the name of a GPU says that need not be there."""
+
+
 def assumed_device(arch: str) -> Device:
     """A GPU that need not be there, by architecture: "sm_90" is compute capability 9.0.
 
@@ -88,7 +92,7 @@ def assumed_device(arch: str) -> Device:
         raise ValueError(f"a GPU architecture looks like sm_90; got {arch!r}")
     capability = (int(found[1]), int(found[2]))
     sm_count = _SM_COUNTS.get(capability, 100)
-    return Device("cuda", 0, capability, sm_count, f"sm_{found[1]}{found[2]} (assumed, {sm_count} multiprocessors)")
+    return Device("cuda", 0, capability, sm_count, f"sm_{found[1]}{found[2]} ({ASSUMED}, {sm_count} multiprocessors)")
 
 
 def contiguous_layouts(problem: Problem, *, lse: bool = True) -> Layouts:
