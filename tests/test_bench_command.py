@@ -305,7 +305,7 @@ def test_what_cannot_be_kept_or_drawn_is_told_before_anything_is_measured(tmp_pa
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "matplotlib" else find(name, *more))
     status, _, said = bench_of(capsys, *SMALL, "--only", "prefill", "--plot")
-    assert status == 2 and "--plot needs matplotlib" in said
+    assert status == 2 and "--plot needs the package matplotlib" in said
     monkeypatch.setattr(os, "access", lambda *unused: False)
     status, _, said = bench_of(capsys, *SMALL, "--only", "prefill")
     assert status == 2 and "this folder cannot be written" in said and not list(tmp_path.iterdir())
