@@ -8,7 +8,6 @@ on a sample of rows, the gradients on all rows of the first and the last key/val
 from __future__ import annotations
 
 import argparse
-import platform
 import sys
 import time
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from statistics import median, quantiles
 from numbaflash.benchmarks import records, tables
 from numbaflash.benchmarks.accuracy import WRONG, Sample
 from numbaflash.benchmarks.cells import DTYPES, backward_flops, forward_flops, problem_fields
+from numbaflash.benchmarks.cpu import processor
 from numbaflash.benchmarks.progress import Progress, colour_wanted
 
 METHOD = "wall time of a call, results allocated; libraries interleaved, order rotated"
@@ -90,15 +90,6 @@ def parse(arguments=None) -> argparse.Namespace:
         parser.error(f"cannot read {error}")
     options.cells = decode_grid(dtypes, dims) if options.decode else grid(dtypes, dims, seqlens, masks)
     return options
-
-
-def processor() -> str:
-    """Name of the processor, as far as the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 class Run:

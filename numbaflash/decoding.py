@@ -253,7 +253,7 @@ class DecodePlan:
         self._at_table = library.same_kind(arrays["page_table"]) if self._paged else None
         self._at, self._looks = None, MOST_LOOKS
         self._look_at_once(*(arrays.get(name) for name in ("q", "k", "v", "seqlens_k", "page_table")))
-        self._options = [(name, arrays[name], library.inspect(arrays[name])[1]) for name in ("alibi_slopes", "sinks") if name in arrays]
+        self._options = [(name, arrays[name], library.same_kind(arrays[name])) for name in ("alibi_slopes", "sinks") if name in arrays]
         self._out_at, self._lse_at = library.address(out), library.address(lse) if return_lse else 0
         self._workspace_at = aligned_workspace(library.address(self._workspace)) if call.workspace is not None else 0
         self._checked = values_are_checked()
@@ -317,8 +317,8 @@ class DecodePlan:
             _check_values({"k": k_cache, "seqlens_k": seqlens_k, "page_table": page_table})
         if q_at == self._out_at != 0 and out is None:
             raise ValueError("q must not be the plan's own result, which the run writes; pass a copy of it, or out=")
-        if library.moves:
-            self._check_own_results()
+        if library.moves and (library.address(self.out) != self._out_at or (self.lse is not None and library.address(self.lse) != self._lse_at)):
+            raise ValueError("out or lse of the plan was given other memory (.data, set_ or resize_); make another plan with numbaflash.plan_decode")
         place, handle = (None, self._current_stream()) if stream is None else self._call.on(stream)
         table = (table_at,) if paged else ()
         options = self._addresses_of_options() if self._options else ()
@@ -355,19 +355,9 @@ class DecodePlan:
         out = self.out if out is None else out
         return out if self.lse is None else (out, self.lse if lse is None else lse)
 
-    def _check_own_results(self):
-        """The plan's own results must lie where it allocated them."""
-        for name, x, at in (("out", self.out, self._out_at), ("lse", self.lse, self._lse_at)):
-            if x is not None and self._library.address(x) != at:
-                raise ValueError(f"{name} of the plan was given other memory (.data, set_ or resize_); make another plan with numbaflash.plan_decode")
-
     def _addresses_of_options(self):
         """Of the arrays that the plan keeps, which their owner may have given other memory (``parameter.data = ...``)."""
-        found = []
-        for name, x, kind in self._options:
-            at, now = self._library.inspect(x)
-            found += [at] if at and now == kind else self._addresses({name: x})
-        return found
+        return [address(x) or self._addresses({name: x})[0] for name, x, address in self._options]
 
     def _addresses(self, arrays):
         """Addresses of arrays that are not just what was planned; an error where that matters."""

@@ -431,7 +431,7 @@ def test_the_result_of_a_plan_is_its_own():
             plan.run(plan.out, *rest)
         plan.run(plan.out, *rest, out=plan.out.copy() if convert is np.array else plan.out.clone())
     plan.out.data = torch.zeros_like(plan.out)
-    with pytest.raises(ValueError, match="out of the plan was given other memory"):
+    with pytest.raises(ValueError, match="out or lse of the plan was given other memory"):
         plan.run(q, *rest)
 
 

@@ -25,7 +25,7 @@ from numbaflash.problem import (
 )
 from numbaflash.reference import visible
 from numbaflash.testing import Case
-from numbaflash.testing.cases import touched
+from numbaflash.testing.visibility import touched
 
 LENGTH = st.integers(0, 12)
 SIDE = st.one_of(st.none(), st.integers(0, 14), st.just(2**40))

@@ -36,9 +36,9 @@ from numbaflash.testing import (
     run_decode_case,
 )
 from numbaflash.testing.ahead import plan_of
-from numbaflash.testing.cases import taking_part, visible_pairs
 from numbaflash.testing.strategies import FEATURES, OF_DECODING, OF_SEQUENCES, PACKED
 from numbaflash.testing.values import RECIPES, decode, encode, rounded
+from numbaflash.testing.visibility import taking_part, visible_pairs
 
 
 def inputs(case):
@@ -273,7 +273,7 @@ def test_memory_is_laid_out_as_asked(case):
         view, placement = memory.view(), getattr(case, name)
         assert view.shape == getattr(case.problem, f"{name}_shape")
         outside = memory.outside()
-        assert outside[: testing.cases.GUARD].all() and outside[-testing.cases.GUARD :].all()
+        assert outside[: testing.memory.GUARD].all() and outside[-testing.memory.GUARD :].all()
         distinct = [n for n, s in zip(view.shape, memory.strides, strict=True) if s]
         assert (~outside).sum() == (0 if 0 in view.shape else np.prod(distinct))
         if view.size:
@@ -788,7 +788,7 @@ def test_cases_with_options(case):
     assert set(memory) == set(case.present) and all((memory[name].bits == again[name].bits).all() for name in memory)
     for name, each in memory.items():
         assert each.shape == case.shape_of(name) and each.dtype == ("bool" if name == "mask" else case.problem.dtype_of(name))
-        assert each.outside()[: testing.cases.GUARD].all()
+        assert each.outside()[: testing.memory.GUARD].all()
     options = case.given_options(memory)
     queries, keys = taking_part(case.problem, **options)
     if case.values != "nan":

@@ -22,6 +22,16 @@ def finite(x) -> bool:
     return bool(x.isfinite().all())
 
 
+def fault_of(found: dict, shapes: dict) -> str | None:
+    """What is wrong with results whatever they should hold: a shape, or elements that are no numbers; None when nothing is."""
+    for name, shape in shapes.items():
+        if tuple(found[name].shape) != shape:
+            return f"{WRONG}: {name} has shape {tuple(found[name].shape)}, expected {shape}"
+        if not finite(found[name]):
+            return f"{WRONG}: NaN or infinite elements of {name}"
+    return None
+
+
 def kind_of(results) -> list[tuple]:
     """Shape and dtype of each array of a result."""
     each = results if isinstance(results, (tuple, list)) else (results,)
@@ -125,7 +135,7 @@ class GradientSample:
 
     def __init__(self, cell, dout, q, k, v, heads=None):
         group = cell.problem.group
-        self._shapes = [(name, cell.problem.shape_of(name)) for name in ("dq", "dk", "dv")]
+        self._shapes = {name: cell.problem.shape_of(name) for name in ("dq", "dk", "dv")}
         problem = replace(cell.problem, batch=1, heads=group, kv_heads=1)
         self._parts = []
         for batch, head in sorted({(0, 0), (cell.batch - 1, cell.kv_heads - 1)} if heads is None else heads):
@@ -141,11 +151,9 @@ class GradientSample:
         gradients : tuple of torch.Tensor
             dq, dk and dv, whole.
         """
-        for (name, shape), got in zip(self._shapes, gradients, strict=True):
-            if tuple(got.shape) != shape:
-                return float("inf"), f"{WRONG}: {name} has shape {tuple(got.shape)}, expected {shape}"
-            if not finite(got):
-                return float("inf"), f"{WRONG}: NaN or infinite elements of {name}"
+        fault = fault_of(dict(zip(self._shapes, gradients, strict=True)), self._shapes)
+        if fault:
+            return float("inf"), fault
         dq, dk, dv = gradients
         worst = 0.0
         try:
@@ -186,11 +194,9 @@ class PackedSample:
     def judge(self, found) -> tuple[float, str | None]:
         """As that of the samples of batches, of the whole results of packed sequences."""
         found = dict(zip(self.results, found if isinstance(found, (tuple, list)) else (found,), strict=True))
-        for name, shape in self._shapes.items():
-            if tuple(found[name].shape) != shape:
-                return float("inf"), f"{WRONG}: {name} has shape {tuple(found[name].shape)}, expected {shape}"
-            if not finite(found[name]):
-                return float("inf"), f"{WRONG}: NaN or infinite elements of {name}"
+        fault = fault_of(found, self._shapes)
+        if fault:
+            return float("inf"), fault
         worst = 0.0
         for rows, sample in self._parts:
             one = [x[None, rows] for x in found.values()]

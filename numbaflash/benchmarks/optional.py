@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from ..problem import ITEMSIZE, Problem, make_problem
 from ..testing import accuracy as rule
 from . import peers, running
-from .accuracy import WRONG, finite
-from .cells import Cell, backward_flops, forward_flops, problem_fields
+from .accuracy import WRONG, fault_of
+from .cells import Cell, problem_fields
 from .passes import Backward, Forward
 from .peers import OURS, OURS_PLAIN, Numbaflash
 
@@ -78,7 +78,6 @@ class Peers:
             "efficient": SDPBackend.EFFICIENT_ATTENTION,
             "fa2": SDPBackend.FLASH_ATTENTION,
         }
-        self._flex = None
 
     def bind(self, name, scenario, options, q, k, v):
         """A function without arguments that returns out, (batch, seqlen, heads, head_dim)."""
@@ -126,13 +125,10 @@ class Peers:
         return call
 
     def _flex_attention(self, scenario, options, q, k, v):
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+        from torch.nn.attention.flex_attention import create_block_mask
 
         torch, cell = self._torch, scenario.cell
-        if self._flex is None:
-            torch._dynamo.config.recompile_limit = 100  # beyond it, FlexAttention would run uncompiled
-            self._flex = torch.compile(flex_attention, dynamic=False)
-        flex, documents = self._flex, document_ids(torch, cell, q.device)
+        flex, documents = peers.compiled_flex(torch), document_ids(torch, cell, q.device)
         slopes, bias = options.get("alibi_slopes"), options.get("bias")
 
         def score(score, b, h, i, j):
@@ -328,11 +324,9 @@ class Sample:
     def judge(self, found) -> tuple[float, str | None]:
         """As that of the samples of batches."""
         found = dict(zip(self.results, found if isinstance(found, (tuple, list)) else (found,), strict=False))
-        for name, shape in self._shapes.items():
-            if tuple(found[name].shape) != shape:
-                return float("inf"), f"{WRONG}: {name} has shape {tuple(found[name].shape)}, expected {shape}"
-            if not finite(found[name]):
-                return float("inf"), f"{WRONG}: NaN or infinite elements of {name}"
+        fault = fault_of(found, self._shapes)
+        if fault:
+            return float("inf"), fault
         worst = 0.0
         try:
             for entry, heads, keys, known in self._parts:
@@ -360,7 +354,10 @@ def _part(name, x, entry, heads):
 
 
 class _Optional:
-    """What the array of an option takes beside q, k and v."""
+    """Of cells with an option, whose array is beside q, k and v."""
+
+    bench = "options"
+    kind, classes, libraries, known = OptionCell, LIBRARIES, NAMES, NAMES
 
     @classmethod
     def room(cls, cell, l2_bytes):
@@ -373,25 +370,13 @@ class _Optional:
 class OptionForward(_Optional, Forward):
     """Attention with an option."""
 
-    bench = "options"
-    kind, classes, libraries, known = OptionCell, LIBRARIES, NAMES, NAMES
     sample, plain = Sample, Forward
-
-    @staticmethod
-    def flops(cell):
-        return cell.count(forward_flops)
 
 
 class OptionBackward(_Optional, Backward):
     """The gradients of q, k and v with an option."""
 
-    bench = "options"
-    kind, classes, libraries, known = OptionCell, LIBRARIES, NAMES, NAMES
     sample, plain = GradientSample, Backward
-
-    @staticmethod
-    def flops(cell):
-        return cell.count(backward_flops)
 
 
 class Run(running.Run):

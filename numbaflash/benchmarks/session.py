@@ -8,13 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
-from types import ModuleType
 
-from . import passes, peers, records
+from . import KINDS, passes, peers, records
 from .cells import AnyCell, grid, heads_of
 from .running import Run
 
-KINDS = ("prefill", "backward", "decode", "batched-decode", "options", "options-backward")
 WITH_TORCH = ("decode", "batched-decode", "options", "options-backward")
 """Kinds whose cells are torch tensors, on the CPU too."""
 
@@ -164,12 +162,9 @@ def device_fields(kind: str) -> dict:
 
     from .cpu import processor
 
-    torch: ModuleType | None = None
+    found = {"gpu": processor(), "threads": numba.get_num_threads(), "torch": None, "torch_threads": None}
     if importlib.util.find_spec("torch") is not None:
         import torch
-    return {
-        "gpu": processor(),
-        "threads": numba.get_num_threads(),
-        "torch": None if torch is None else torch.__version__,
-        "torch_threads": None if torch is None else torch.get_num_threads(),
-    }
+
+        found |= {"torch": torch.__version__, "torch_threads": torch.get_num_threads()}
+    return found

@@ -9,10 +9,10 @@ import sys
 import time
 from pathlib import Path
 
+from ..benchmarks import KINDS
 from ..problem import DTYPES, MAX_HEAD_DIM, MAX_NEW_TOKENS
 from .errors import CommandError, reported
 
-KINDS = ("prefill", "backward", "decode", "batched-decode", "options", "options-backward")
 USUAL = {
     "cpu": {"only": KINDS[:4], "dtype": ("float32",), "head_dim": (64,), "seqlen": (512, 2048), "heads": ("8/2",), "causal": ("causal",)}
     | {"tokens": 2048, "context": (4096,), "requests": (8,), "page_size": (0, 64), "new_tokens": (1,), "rounds": 5, "budget": 90.0},

@@ -42,11 +42,13 @@ from .accuracy import (
     compare,
     compare_gradients,
 )
-from .cases import BackwardCase, Cache, Case, DecodeCase, Memory, Packed, Placement
+from .cases import BackwardCase, Case, DecodeCase
 from .exact import Expected, ExpectedGradients, expected, expected_gradients, spread_nonfinite
 from .fuzzing import fuzz, load, replay
 from .libraries import LIBRARIES, Operands, gpu_libraries, to_float64
+from .memory import Memory, Placement
 from .runner import WriteError, run_backward_case, run_case, run_decode_case
+from .sequences import Cache, Packed
 from .values import HIDDEN, RECIPES, SENTINEL, rounded
 
 _STRATEGIES = ("backward_problems", "decode_problems", "placements", "problems", "problems_for")

@@ -7,9 +7,8 @@ anywhere can be replayed anywhere.
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field
 from functools import cache
-from itertools import accumulate
 from math import prod
 from typing import ClassVar
 
@@ -35,15 +34,16 @@ from ..problem import (
     make_packed_problem,
     make_problem,
 )
+from .memory import GUARD, Memory, Placement
+from .plain import short_repr
+from .sequences import Cache, Packed
 from .values import (
     BIASES,
-    BITS,
     HIDDEN,
     LENGTHS,
     MASKS,
     RECIPES,
     SENTINEL,
-    decode,
     encode,
     fill,
     fill_bias,
@@ -54,256 +54,10 @@ from .values import (
     fill_slopes,
     garbage,
 )
+from .visibility import rows_within_lengths, taking_part, visible_pairs
 
 ARRAYS = (*(name for name in FORWARD_OPTIONS if name != "block_mask"), *PACKED)
 """Options and boundaries that a caller has as arrays."""
-
-ORDERS = ("ascending", "descending", "random")
-"""Of the pages that sequences take."""
-
-GUARD = 64  # elements before and after every operand, watched for stray writes
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """How an operand lies in memory. An empty tuple means the plain contiguous choice.
-
-    Attributes
-    ----------
-    order : tuple of int
-        Axes in memory, the slowest first: ``(0, 2, 1, 3)`` is a (B, H, S, D) array passed as a transposed view.
-    step : tuple of int
-        Every step-th element of an axis is used. Negative runs backwards, 0 repeats one element (inputs only).
-    pad : tuple of int
-        Unused elements at the end of each axis.
-    offset : int
-        Elements between an address aligned to 64 bytes and the operand.
-    """
-
-    order: tuple[int, ...] = ()
-    step: tuple[int, ...] = ()
-    pad: tuple[int, ...] = ()
-    offset: int = 0
-
-    def resolve(self, shape):
-        """(elements of memory, first element, strides in elements) of an operand of this shape, guards not counted."""
-        rank = len(shape)
-        order = self.order or tuple(range(rank))
-        step = self.step or (1,) * rank
-        pad = self.pad or (0,) * rank
-        if sorted(order) != list(range(rank)) or len(step) != rank or len(pad) != rank or min(pad, default=0) < 0 or self.offset < 0:
-            raise ValueError(f"{self} does not fit an operand of {rank} axes")
-        if 0 in shape:  # no element to lay out; NumPy accepts few strides here
-            return self.offset, self.offset, (1,) * rank
-        size, first, strides = 1, self.offset, [0] * rank
-        for axis in reversed(order):
-            n = shape[axis]
-            strides[axis] = step[axis] * size
-            if step[axis] < 0:
-                first += (n - 1) * -step[axis] * size
-            size *= (1 if step[axis] == 0 else n * abs(step[axis])) + pad[axis]
-        return size + self.offset, first, tuple(strides)
-
-    def without_negative(self) -> Placement:
-        """The same memory walked forwards, for libraries that have no negative strides."""
-        return replace(self, step=tuple(abs(s) for s in self.step))
-
-    def __repr__(self) -> str:
-        return _short_repr(self)
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """The memory of one operand: a flat array of bits, and the view of it that is the operand."""
-
-    dtype: str
-    bits: np.ndarray
-    shape: tuple[int, ...]
-    first: int
-    strides: tuple[int, ...]
-
-    @classmethod
-    def filled(cls, dtype, shape, placement, pattern) -> Memory:
-        size, first, strides = placement.resolve(shape)
-        itemsize = BITS[dtype].itemsize
-        room = np.empty((size + 2 * GUARD) * itemsize + 64, np.uint8)
-        skip = -room.ctypes.data % 64
-        bits = room[skip : skip + (size + 2 * GUARD) * itemsize].view(BITS[dtype])
-        bits[:] = pattern
-        return cls(dtype, bits, tuple(shape), GUARD + first, strides)
-
-    def view(self, bits=None, dtype=None) -> np.ndarray:
-        """The operand as a strided view of its bits (or of another flat array of the same size)."""
-        bits = self.bits if bits is None else bits
-        itemsize = bits.itemsize
-        return np.ndarray(
-            self.shape, dtype or bits.dtype, buffer=bits, offset=self.first * itemsize, strides=tuple(s * itemsize for s in self.strides)
-        )
-
-    def outside(self) -> np.ndarray:
-        """Boolean, flat: elements that do not belong to the operand."""
-        mask = np.ones(self.bits.size, bool)
-        self.view(mask)[...] = False
-        return mask
-
-    def decoded(self) -> np.ndarray:
-        """The operand's values in float64."""
-        return decode(self.view(), self.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """Sequences that lie one after the other in the arrays of a case. Where there are two of something, it is that of q and that of k and v.
-
-    Attributes
-    ----------
-    lengths_q, lengths_k : tuple of int
-        How long each sequence is.
-    before, after : tuple of int
-        Rows before the first sequence and past the last one, which are nobody's.
-    dtypes : tuple of str
-        Of the boundaries: int32 or int64.
-    max_seqlens : tuple of int or None
-        ``max_seqlen_q`` and ``max_seqlen_k`` of the call.
-    boundaries : tuple of tuple of int, or None
-        What the boundaries hold in the place of those that the lengths make, wrong ones too.
-
-    Examples
-    --------
-    >>> packed = Packed((3, 0, 2), (1, 4, 2), before=(0, 5))
-    >>> packed.totals, packed.numbers[1]
-    ((5, 12), (5, 6, 10, 12))
-    """
-
-    lengths_q: tuple[int, ...]
-    lengths_k: tuple[int, ...]
-    before: tuple[int, int] = (0, 0)
-    after: tuple[int, int] = (0, 0)
-    dtypes: tuple[str, str] = ("int32", "int32")
-    max_seqlens: tuple[int | None, int | None] = (None, None)
-    boundaries: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-
-    def __post_init__(self):
-        if min((*self.lengths_q, *self.lengths_k, *self.before, *self.after), default=0) < 0:
-            raise ValueError(f"lengths and rows must not be negative; got {self!r}")
-        for dtype in self.dtypes:
-            if dtype not in LENGTH_DTYPES:
-                raise ValueError(f"dtypes must be of {', '.join(LENGTH_DTYPES)}; got {dtype!r}")
-        if len(self.numbers[0]) != len(self.numbers[1]):
-            raise ValueError(f"there must be as many sequences of queries as of keys; got {self!r}")
-
-    @property
-    def totals(self) -> tuple[int, int]:
-        """Rows of q, and of k and v."""
-        return tuple(b + sum(n) + a for b, n, a in zip(self.before, (self.lengths_q, self.lengths_k), self.after, strict=True))
-
-    @property
-    def numbers(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What the boundaries hold."""
-        made = (tuple(accumulate(n, initial=b)) for b, n in zip(self.before, (self.lengths_q, self.lengths_k), strict=True))
-        return self.boundaries or tuple(made)
-
-    @property
-    def batch(self) -> int:
-        """How many sequences there are."""
-        return len(self.numbers[0]) - 1
-
-    @property
-    def longest(self) -> tuple[int, int]:
-        """Of the sequences that a call sees, whatever the boundaries hold."""
-        read = (np.diff(reference.boundaries(n, total)) for n, total in zip(self.numbers, self.totals, strict=True))
-        return tuple(int(lengths.max(initial=0)) for lengths in read)
-
-    @classmethod
-    def from_json(cls, data: dict) -> Packed:
-        """Of what `dataclasses.asdict` makes, as JSON returns it."""
-        return cls(**{name: _tuples(x) for name, x in data.items()})
-
-    def __repr__(self) -> str:
-        return _short_repr(self)
-
-
-@dataclass(frozen=True, slots=True)
-class Cache:
-    """How the keys of the sequences of a `DecodeCase` lie in its caches.
-
-    Attributes
-    ----------
-    lengths : tuple of int
-        What ``seqlens_k`` holds: a length a sequence, 0 too, negative, or beyond the capacity.
-    page_size : int or None
-        Keys of a page; None for contiguous caches.
-    order : str
-        Of the pages that the sequences take one after the other: one of `ORDERS`.
-    shared : int
-        Pages that all sequences begin with, as far as they have them.
-    spare : int
-        Pages that no sequence has.
-    wrong : bool
-        Some of the page numbers in use are none, and so count as the nearest one.
-
-    Examples
-    --------
-    >>> cache = Cache((40, 0, 20), page_size=16, shared=1, spare=3)
-    >>> cache.counts(64), cache.pages(64)
-    ((3, 0, 2), 7)
-    """
-
-    lengths: tuple[int, ...] = (64,)
-    page_size: int | None = None
-    order: str = "ascending"
-    shared: int = 0
-    spare: int = 0
-    wrong: bool = False
-
-    def __post_init__(self):
-        if self.order not in ORDERS:
-            raise ValueError(f"order must be one of {', '.join(ORDERS)}; got {self.order!r}")
-        if self.page_size is not None and self.page_size < 1:
-            raise ValueError(f"page_size must be at least 1, or None; got {self.page_size}")
-        if min(self.shared, self.spare) < 0:
-            raise ValueError(f"shared and spare must not be negative; got {self!r}")
-        if self.page_size is None and (self.order, self.shared, self.spare, self.wrong) != (ORDERS[0], 0, 0, False):
-            raise ValueError(f"only caches in pages have an order of them, shared, spare and wrong ones; got {self!r}")
-
-    @property
-    def batch(self) -> int:
-        """How many sequences there are."""
-        return len(self.lengths)
-
-    def counts(self, capacity: int) -> tuple[int, ...]:
-        """Pages of each sequence."""
-        return tuple(-(-min(max(n, 0), capacity) // self.page_size) for n in self.lengths)
-
-    def pages(self, capacity: int) -> int:
-        """Pages of the pool."""
-        counts = self.counts(capacity)
-        common = min(self.shared, max(counts, default=0))
-        return common + sum(max(0, n - common) for n in counts) + self.spare
-
-    def table(self, capacity: int, rng: np.random.Generator) -> np.ndarray:
-        """The page table; entries that nobody uses hold anything."""
-        counts, pages = self.counts(capacity), self.pages(capacity)
-        order = {"ascending": np.arange(pages), "descending": np.arange(pages)[::-1], "random": rng.permutation(pages)}[self.order]
-        wrong = np.array([-1, pages, 2**31 - 1, -(2**31)])
-        table = rng.choice(np.append(wrong, 0), (self.batch, capacity // self.page_size))
-        common = min(self.shared, max(counts, default=0))
-        first = common
-        for row, count in zip(table, counts, strict=True):
-            own = max(0, count - common)
-            row[:count] = [*order[:common][:count], *order[first : first + own]]
-            first += own
-            if self.wrong:
-                row[:count] = np.where(rng.random(count) < 0.25, rng.choice(wrong, count), row[:count])
-        return table
-
-    @classmethod
-    def from_json(cls, data: dict) -> Cache:
-        """Of what `dataclasses.asdict` makes, as JSON returns it."""
-        return cls(**{name: _tuples(x) for name, x in data.items()})
-
-    def __repr__(self) -> str:
-        return _short_repr(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -632,7 +386,7 @@ class Case:
 
     def __repr__(self) -> str:
         """A Python expression that makes the case again, defaults left out."""
-        return _short_repr(self)
+        return short_repr(self)
 
     def _repr_pretty_(self, printer, cycle):
         """What Hypothesis and IPython print."""
@@ -840,77 +594,6 @@ class DecodeCase(Case):
 def _distinct(memory):
     """Shape of the values that a strided operand can hold: 1 along an axis that repeats one element."""
     return tuple(1 if s == 0 else n for n, s in zip(memory.shape, memory.strides, strict=True))
-
-
-def touched(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """Boolean (seqlen_q,) and (seqlen_k,): queries whose band holds a key, keys that lie in the band of a query, at full lengths."""
-    i = np.arange(problem.seqlen_q) + problem.offset
-    lo = np.zeros_like(i) if problem.left is None else np.maximum(i - problem.left, 0)
-    hi = np.full_like(i, problem.seqlen_k) if problem.right is None else np.minimum(i + problem.right + 1, problem.seqlen_k)
-    sees = hi > lo
-    edges = np.zeros(problem.seqlen_k + 1, np.int64)
-    np.add.at(edges, lo[sees], 1)
-    np.add.at(edges, hi[sees], -1)
-    return sees, np.cumsum(edges)[: problem.seqlen_k] > 0
-
-
-def visible_pairs(problem: Problem, **options) -> np.ndarray:
-    """Boolean (batch, heads, seqlen_q, seqlen_k): which query sees which key; ``options`` as `numbaflash.reference.forward` takes them."""
-    seen = np.empty((problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k), bool)
-    arrays = _arrays(problem, options)
-    for b, h in np.ndindex(problem.batch, problem.heads):
-        seen[b, h] = reference.visible(problem, b, h, **arrays)
-    return seen
-
-
-def taking_part(problem: Problem, **options) -> tuple[np.ndarray, np.ndarray]:
-    """Boolean (batch, seqlen_q, heads) and (batch, seqlen_k, kv_heads), or (total, heads) of packed sequences and (pages, page_size, kv_heads) of
-    paged caches: queries that see a key, keys that a query of their group sees."""
-    if problem.packed:
-        packing = reference.Packing.of(problem, reference.check_options(problem, _arrays(problem, options)))
-        return tuple(packing.rows(x, name, False) for x, name in zip(taking_part(packing.padded, **packing.options), "qk", strict=True))
-    if problem.paged:
-        pages = reference.pages_of(problem, options[PAGE_TABLE])
-        contiguous = replace(problem, pages=0, page_size=0, max_pages=0)
-        queries, seen = taking_part(contiguous, **{name: x for name, x in options.items() if name != PAGE_TABLE})
-        keys = np.zeros(problem.k_shape[:3], bool)
-        np.logical_or.at(keys, pages, seen.reshape(*pages.shape, problem.page_size, problem.kv_heads))
-        return queries, keys
-    if not {"mask", "seqlens_q", "seqlens_k"} & set(problem.options):
-        queries, keys = touched(problem)
-        return np.broadcast_to(queries[:, None], problem.q_shape[:3]), np.broadcast_to(keys[:, None], problem.k_shape[:3])
-    seen = visible_pairs(problem, **options)
-    keys = seen.any(axis=2).reshape(problem.batch, problem.kv_heads, problem.group, problem.seqlen_k).any(axis=2)
-    return np.moveaxis(seen.any(axis=3), 2, 1), np.moveaxis(keys, 2, 1)
-
-
-def _arrays(problem, options):
-    return {name: options[name] for name in problem.options}
-
-
-def rows_within_lengths(problem: Problem, **options) -> np.ndarray:
-    """Boolean (batch, seqlen_q, heads), or (total_q, heads): queries that are no padding, or a sequence's."""
-    if problem.packed:
-        packing = reference.Packing.of(problem, reference.check_options(problem, _arrays(problem, options)))
-        return packing.rows(rows_within_lengths(packing.padded, **packing.options), "q", False)
-    ends = np.array([reference.lengths(problem, b, **options)[0] for b in range(problem.batch)], np.int64)
-    return np.broadcast_to((np.arange(problem.seqlen_q) < ends[:, None])[..., None], problem.q_shape[:3])
-
-
-def _short_repr(x) -> str:
-    """A Python expression that makes a dataclass again, defaults left out."""
-    shown = []
-    for f in fields(x):
-        value = getattr(x, f.name)
-        plain = f.default_factory() if callable(f.default_factory) else f.default
-        if plain is MISSING or value != plain:
-            shown.append(f"{f.name}={value!r}")
-    return f"{type(x).__name__}({', '.join(shown)})"
-
-
-def _tuples(x):
-    """JSON's lists as the tuples that they were."""
-    return tuple(map(_tuples, x)) if isinstance(x, list) else x
 
 
 @cache

@@ -12,8 +12,8 @@ import numpy as np
 from .. import reference
 from ..problem import PAGE_TABLE, Problem
 from .arithmetic import PRECISION, Scores, fill, fill_gradients, is_torch, module_of, new
-from .cases import rows_within_lengths, taking_part, visible_pairs
 from .libraries import to_float64
+from .visibility import rows_within_lengths, taking_part, visible_pairs
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,9 @@ from pathlib import Path
 from ..dispatch import FAMILIES
 from ..problem import DTYPES
 from . import ahead
-from .cases import BackwardCase, Case, DecodeCase, Placement
+from .cases import BackwardCase, Case, DecodeCase
 from .libraries import LIBRARIES, device_of, gpu_libraries, numpy_dtype
+from .memory import Placement
 from .runner import run_backward_case, run_case, run_decode_case
 
 DIRECTIONS = ("forward", "backward", "both", "decode")

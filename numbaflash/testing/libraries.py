@@ -13,7 +13,8 @@ from dataclasses import replace
 import numpy as np
 
 from ..dispatch import CPU, Device
-from .cases import Case, Memory
+from .cases import Case
+from .memory import Memory
 
 LIBRARIES = ("numpy", "torch", "torch-cuda", "cupy", "numba", "jax")
 """numpy and torch lie on the CPU, torch-cuda, cupy and numba (device arrays) on the GPU, jax wherever JAX puts them."""

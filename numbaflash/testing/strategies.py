@@ -26,7 +26,9 @@ from ..problem import (
     make_problem,
 )
 from ..problem import PACKED as BOUNDARIES
-from .cases import ORDERS, BackwardCase, Cache, Case, DecodeCase, Packed, Placement
+from .cases import BackwardCase, Case, DecodeCase
+from .memory import Placement
+from .sequences import ORDERS, Cache, Packed
 from .values import BIASES, HIDDEN, LENGTHS, MASKS, RECIPES
 
 FEATURES = ("mask", "block_mask", "bias", "alibi_slopes", "softcap", "sinks", "dropout", "seqlens_q", "seqlens_k")
